@@ -1,0 +1,29 @@
+# make demo   the main job: a recipe beside its BF16 control, a table and an HTML report
+# make test   every test that needs no GPU
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint package-check clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,wandb]"
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/nvfp4-train compare experiments/quickstart.yaml --out runs/quickstart
+
+test: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+
+# sdist -> wheel -> installed elsewhere -> run, beside Hugging Face's package named "kernels"
+package-check: $(VENV)/installed
+	$(BIN)/python tests/package_check.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,49 @@
+"""Philox4x32-7: random bits that depend on a key and on the element's index, and on nothing else.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011); seven rounds is the
+fewest that they found to pass BigCrush. PyTorch has no usable unsigned 64-bit arithmetic, so the 32-bit words live
+in int64 tensors: the low 64 bits of a product are the same signed or unsigned.
+"""
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 7
+WORD = 0xFFFFFFFF
+DRAWS_PER_CALL = 8  # four words, two 16-bit numbers each
+
+
+def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor | int, Tensor | int]) -> list[Tensor]:
+    """Four 32-bit words per counter.
+
+    ``counter``: four int64 tensors that broadcast, each in [0, 2^32). ``key``: two numbers in [0, 2^32), int or 0-d
+    int64. Returns four int64 tensors in [0, 2^32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        # The low words c1, c3 keep rubbish above bit 32 until the next mask: they are only ever xored.
+        c0, c1, c2, c3 = ((p1 >> 32) ^ c1 ^ k0) & WORD, p1, ((p0 >> 32) ^ c3 ^ k1) & WORD, p0
+        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+    return [c0, c1 & WORD, c2, c3 & WORD]
+
+
+def random16(seed: Tensor, stream: int, count: int) -> Tensor:
+    """The 16-bit numbers of elements 0 .. count-1, as uint16 ``[count]`` on the device of ``seed``.
+
+    Element n draws from counter (n // 8, 0, 0) under key (seed, stream); its lane n % 8 is word lane // 2, low half
+    for an even lane. ``seed``: int64 0-d, the low 32 bits are used.
+    """
+    calls = (count + DRAWS_PER_CALL - 1) // DRAWS_PER_CALL
+    index = torch.arange(calls, device=seed.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    high = zero if calls <= WORD else index >> 32  # a 0-d word makes the first round nearly free
+    low = index if calls <= WORD else index & WORD
+    words = philox4x32_7((low, high, zero, zero), (seed & WORD, stream & WORD))
+    out = torch.empty(calls, 4, dtype=torch.int32, device=seed.device)
+    for position, word in enumerate(words):
+        out[:, position] = word  # keeps the low 32 bits
+    return out.view(torch.uint16).view(-1)[:count]  # little-endian: the low half comes first

@@ -1,0 +1,247 @@
+"""How fast: each figure is a ratio, in one run, to what a user would use instead.
+
+``bench linear``    Fprop + Dgrad + Wgrad of one layer against BF16 ``nn.Linear``.
+``bench quantize``  bytes read and written by the quantize kernels against the copy rate of the same run.
+``bench step``      a training step of an experiment's model, recipe against BF16.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from nvfp4_kernels.reference import quantize as reference
+from nvfp4_kernels.scheme import Scheme
+from torch import Tensor, nn
+
+from nvfp4_train import ledger
+from nvfp4_train.backend import choose
+from nvfp4_train.conversion import convert
+from nvfp4_train.linear import QuantizedLinear, transposes_exactly
+from nvfp4_train.recipe import LinearPlan, load_recipe
+
+LINEAR_SHAPES = {"cuda": [(16384, 4096, 4096), (16384, 4096, 14336), (8192, 8192, 8192)], "cpu": [(1024, 256, 256)]}
+QUANTIZE_SHAPE = {"cuda": (8192, 8192), "cpu": (512, 512)}
+
+
+def machine(device: torch.device) -> dict:
+    """What ran: device name and versions, for the record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return {"device": name, "torch": torch.__version__, "backend": str(choose(device))}
+
+
+def median_seconds(functions: dict[str, Callable[[], object]], device: torch.device, repeats: int = 20) -> dict:
+    """Median time of each function, their calls interleaved so that a drift of the machine meets all alike."""
+    for function in functions.values():
+        for _ in range(3):
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(_seconds(function, device))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1e3
+
+
+def bench_linear(
+    recipe: str = "nvidia_nvfp4",
+    device: str = "cpu",
+    shapes: list[tuple[int, int, int]] | None = None,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    plain: bool = True,
+    repeats: int = 20,
+) -> list[dict]:
+    """One row a shape (tokens, in, out): milliseconds and ratio to BF16 ``nn.Linear``, beside the recipe written in
+    plain PyTorch, eager and compiled (``plain``)."""
+    target = torch.device(device)
+    rows = []
+    for tokens, n_in, n_out in shapes or LINEAR_SHAPES[target.type]:
+        x = torch.randn(tokens, n_in, device=target, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(tokens, n_out, device=target, dtype=torch.bfloat16)
+        linear = nn.Linear(n_in, n_out, bias=False, device=target, dtype=weight_dtype)
+        layer = QuantizedLinear.from_linear(linear, recipe, "bench")
+        weight16 = linear.weight.detach().bfloat16()
+        functions = {
+            "bf16": lambda linear=linear, x=x, dy=dy: _linear_step(linear, x, dy, target),
+            "quantized": lambda layer=layer, x=x, dy=dy: _linear_step(layer, x, dy, target),
+        }
+        if plain:
+            step = PlainRecipe(layer.plan)
+            seed = torch.tensor(1, device=target)
+            arguments = (x.detach(), weight16, dy, seed)
+            functions["plain_eager"] = lambda step=step, arguments=arguments: step(*arguments)
+            if target.type == "cuda":
+                compiled = torch.compile(step)
+                functions["plain_compiled"] = lambda compiled=compiled, arguments=arguments: compiled(*arguments)
+        seconds = median_seconds(functions, target, repeats)
+        row = {"tokens": tokens, "in": n_in, "out": n_out, "weights": str(weight_dtype).removeprefix("torch.")}
+        row |= {f"{name}_ms": value * 1e3 for name, value in seconds.items()}
+        row |= {f"{name}_ratio": value / seconds["bf16"] for name, value in seconds.items() if name != "bf16"}
+        # both sides multiply the same matrices, so what the quantized side takes more is quantization
+        row["quantization_share"] = max(0.0, 1 - seconds["bf16"] / seconds["quantized"])
+        rows.append(row)
+    return rows
+
+
+def _linear_step(layer: nn.Linear, x: Tensor, dy: Tensor, device: torch.device) -> None:
+    x.grad = layer.weight.grad = None
+    with torch.autocast(device.type, torch.bfloat16, enabled=layer.weight.dtype != x.dtype):
+        y = layer(x)
+    y.backward(dy)
+
+
+class PlainRecipe:
+    """The same three GEMMs in plain PyTorch, from the reference kernels: what the Triton kernels are held against."""
+
+    def __init__(self, plan: LinearPlan):
+        self.schemes = [Scheme.parse(text) for text in plan]
+        self.shared_weight = transposes_exactly(plan)
+
+    def __call__(self, x: Tensor, weight: Tensor, dy: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_rows, w_rows, dy_rows, w_columns, dy_columns, x_columns = self.schemes
+        x_q, xt_q, x_amax = _plain_pair(x, x_rows, x_columns, seed)
+        w_q, wt_q, w_amax = _plain_pair(weight, w_rows, None if self.shared_weight else w_columns, seed)
+        dy_q, dyt_q, dy_amax = _plain_pair(dy, dy_rows, dy_columns, seed)
+        wt_q, wt_amax = (w_q.T, w_amax[0]) if self.shared_weight else (wt_q, w_amax[1])
+        return (
+            _plain_product(x_q, w_q, x_amax[0], w_amax[0]),
+            _plain_product(dy_q, wt_q, dy_amax[0], wt_amax),
+            _plain_product(dyt_q, xt_q, dy_amax[1], x_amax[1]),
+        )
+
+
+def _plain_pair(x, rows, columns, seed):
+    amax = reference.global_amax(x, rows, columns)
+    pair = reference.quantize(
+        x, rows, columns, amax_rows=amax[0], amax_columns=amax[1], seed=seed, row_stream=0, column_stream=0,
+        rows_form="decoded", columns_form="decoded",
+    )  # fmt: skip
+    return (*(None if form is None else form.operand for form in pair), amax)
+
+
+def _plain_product(a, b, amax_a, amax_b):
+    alpha = 1.0 if amax_a is None else amax_a * amax_b * (1.0 / (36.0 * 448.0 * 448.0))
+    if a.device.type == "cpu":
+        return (a.float() @ b.float().T * alpha).to(torch.bfloat16)
+    return (torch.mm(a, b.T, out_dtype=torch.float32) * alpha).to(torch.bfloat16)
+
+
+def bench_quantize(device: str = "cpu", shape: tuple[int, int] | None = None, repeats: int = 20) -> list[dict]:
+    """One row a kernel: bytes really read and written, GB/s, and the share of a device copy's rate in the same run."""
+    target = torch.device(device)
+    rows, columns = shape or QUANTIZE_SHAPE[target.type]
+    x = torch.randn(rows, columns, device=target, dtype=torch.bfloat16)
+    seed = torch.tensor(7, device=target)
+    other = torch.empty_like(x)
+    from nvfp4_train.quantization import _kernels
+
+    kernels = _kernels(choose(target).quantize)
+    plan = load_recipe("nvidia_nvfp4").plan(0.0)
+    row16, tile, sr, sr_rht, rht = (
+        Scheme.parse(text)
+        for text in (plan.fprop_input, plan.fprop_weight, plan.dgrad_grad_output, plan.wgrad_grad_output,
+                     plan.wgrad_input)
+    )  # fmt: skip
+
+    def kernel(row_scheme, column_scheme, row_form="decoded", column_form="decoded"):
+        amax = kernels.global_amax(x, row_scheme, column_scheme)
+        return lambda: kernels.quantize(
+            x, row_scheme, column_scheme, amax_rows=amax[0], amax_columns=amax[1], seed=seed, row_stream=0,
+            column_stream=0, rows_form=row_form, columns_form=column_form,
+        )  # fmt: skip
+
+    cases = {
+        "copy": lambda: other.copy_(x),
+        "amax": lambda: kernels.global_amax(x, row16, None),
+        "amax, before and after Hadamard": lambda: kernels.global_amax(x, row16, rht),
+        "1x16 nearest, decoded": kernel(row16, None),
+        "1x16 nearest, packed": kernel(row16, None, "packed"),
+        "16x16 nearest, decoded": kernel(tile, None),
+        "16x16 nearest, packed + decoded": kernel(tile, None, "both"),
+        "1x16 SR, decoded": kernel(sr, None),
+        "x: row decoded + column packed, Hadamard": kernel(row16, rht, "decoded", "packed"),
+        "dy: row + column, Hadamard + SR, decoded": kernel(sr, sr_rht),
+    }
+    moved = {name: x.nbytes + _output_bytes(function()) for name, function in cases.items()}
+    seconds = median_seconds(cases, target, repeats)
+    copy_rate = moved["copy"] / seconds["copy"]
+    return [
+        {
+            "kernel": name,
+            "us": seconds[name] * 1e6,
+            "GB/s": moved[name] / seconds[name] / 1e9,
+            "of_copy_rate": moved[name] / seconds[name] / copy_rate,
+        }
+        for name in cases
+    ]
+
+
+def _output_bytes(result: object) -> int:
+    if isinstance(result, Tensor):
+        return result.nbytes
+    return sum(_output_bytes(item) for item in result) if isinstance(result, tuple) else 0
+
+
+def bench_step(
+    build: Callable[[], nn.Module],
+    batch: Tensor,
+    recipe: str = "nvidia_nvfp4",
+    device: str = "cpu",
+    compiled: bool = False,
+    repeats: int = 10,
+) -> dict:
+    """A training step (forward, backward, AdamW) of ``build()`` under the recipe against BF16.
+
+    ``batch``: token ids ``[sequences, length]``. Peak memory is measured on a GPU, one side at a time.
+    """
+    target = torch.device(device)
+    batch = batch.to(target)
+    seconds, memory = {}, {}
+    functions = {}
+    for name in ("bf16", "quantized"):
+        model = build().to(target).train()
+        if name == "quantized":
+            convert(model, recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=target.type == "cuda")
+        run = torch.compile(model) if compiled else model
+        functions[name] = lambda run=run, optimizer=optimizer: _train_step(run, optimizer, batch, target)
+        if target.type == "cuda":
+            functions[name]()
+            torch.cuda.reset_peak_memory_stats(target)
+            before = torch.cuda.memory_allocated(target)
+            functions[name]()
+            memory[name] = torch.cuda.max_memory_allocated(target) - before
+    with ledger.recording() as log:
+        functions["quantized"]()
+    seconds = median_seconds(functions, target, repeats)
+    return {
+        "recipe": recipe,
+        "tokens": batch.numel(),
+        "compiled": compiled,
+        "bf16_ms": seconds["bf16"] * 1e3,
+        "quantized_ms": seconds["quantized"] * 1e3,
+        "ratio": seconds["quantized"] / seconds["bf16"],
+        "quantized_gemms": sum(row["calls"] for row in log.gemms()),
+        "peak_step_bytes": memory,
+    }
+
+
+def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, device: torch.device) -> None:
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

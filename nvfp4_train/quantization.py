@@ -1,0 +1,327 @@
+"""quantize: a tensor becomes a QuantizedTensor. The only place that chooses between reference and Triton kernels.
+
+The work happens in one custom op that makes the row form (of ``x``), the column form (of ``x.T``) or both from one
+read of ``x``; a layer needs its input and its gradient in both forms.
+"""
+
+from typing import NamedTuple
+
+import torch
+from nvfp4_kernels.quantized import Quantized
+from nvfp4_kernels.reference import quantize as reference
+from nvfp4_kernels.scheme import Scheme
+from torch import Tensor
+
+from nvfp4_train import ledger
+from nvfp4_train.backend import choose
+from nvfp4_train.recipe import OperandSpec
+
+BF16 = "bf16"  # the scheme text of an operand that is not quantized
+INPUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class QuantizedTensor(NamedTuple):
+    """One operand ``[rows, K]`` of a GEMM.
+
+    ``operand`` is the decoded BF16 matrix without the global scale (exact in BF16), ``codes`` and ``scale_bytes`` the
+    packed form; at least one of the two is there. ``transposed``: what is stored is the transpose of this operand
+    (16x16 blocks only, where both directions share their scales). A BF16 operand has only ``operand``.
+    """
+
+    scheme_text: str
+    rows: int
+    columns: int
+    global_amax: Tensor | None = None  # float32 scalar; None for formats with one level of scales
+    codes: Tensor | None = None  # uint8 [rows, K // 2], two codes a byte, even index in the low nibble
+    scale_bytes: Tensor | None = None  # uint8 [rows, K // block], or [rows / 16, K / 16]
+    operand: Tensor | None = None  # bfloat16 [rows, K]
+    transposed: bool = False
+    quantize_backend: str = "reference"
+
+    @property
+    def scheme(self) -> Scheme | None:
+        return None if self.scheme_text == BF16 else Scheme.parse(self.scheme_text)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows, self.columns)
+
+    @property
+    def block_scales(self) -> Tensor:
+        """The block scales: float8_e4m3fn, or uint8 E8M0 exponent bytes (``float8_e8m0fnu`` bits) for MX formats."""
+        self._require_codes()
+        return self.scale_bytes.view(torch.float8_e4m3fn) if self.scheme.scale == "e4m3" else self.scale_bytes
+
+    @property
+    def T(self) -> "QuantizedTensor":
+        """The same codes and scales read the other way: exact, for 16x16 blocks and BF16 only.
+
+        Raises ValueError for 1-D blocks: their transpose must be quantized anew.
+        """
+        if self.scheme_text == BF16:
+            return self._replace(rows=self.columns, columns=self.rows, operand=self.operand.T)
+        rows, columns = self.scheme.block
+        if rows != columns:
+            raise ValueError(f"the transpose of {rows}x{columns} blocks must be quantized anew, from the source tensor")
+        operand = None if self.operand is None else self.operand.T
+        return self._replace(rows=self.columns, columns=self.rows, operand=operand, transposed=not self.transposed)
+
+    def decode(self) -> Tensor:
+        """bfloat16 ``[rows, K]``: code x block scale, without the global scale. Exact."""
+        if self.operand is not None:
+            return self.operand
+        rows, columns = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        decoded = _decode_op(self.codes, self.scale_bytes, self.scheme_text, columns, self.quantize_backend)
+        assert decoded.shape[0] == rows
+        return decoded.T if self.transposed else decoded
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``[rows, K]`` in ``dtype``, global scale included, computed in float32 in the reference's order."""
+        if self.scheme_text == BF16:
+            return self.operand.to(dtype)
+        self._require_codes()
+        columns = self.rows if self.transposed else self.columns
+        values = reference.dequantize(self.codes, self.scale_bytes, self.global_amax, self.scheme, columns, dtype)
+        return values.T if self.transposed else values
+
+    def packed_only(self) -> "QuantizedTensor":
+        """Without the decoded copy: what a layer keeps for backward (BF16 operands have nothing else to keep)."""
+        return self if self.codes is None else self._replace(operand=None)
+
+    def _require_codes(self) -> None:
+        if self.codes is None:
+            raise ValueError(f"this tensor holds no codes (scheme {self.scheme_text}, decoded form only)")
+
+
+def quantize(
+    x: Tensor,
+    spec: OperandSpec | str,
+    *,
+    transpose: bool = False,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    form: str = "packed",
+    backend: str | None = None,
+    where: Tensor | None = None,
+    name: str = "tensor",
+) -> QuantizedTensor:
+    """Quantizes ``x [rows, K]`` (or ``x.T`` with ``transpose``) as ``spec`` says.
+
+    Args:
+        x: float32, bfloat16 or float16, two-dimensional, any strides.
+        spec: an OperandSpec, or the text of a Scheme, or ``"bf16"``.
+        seed: int64 scalar on x's device, the Philox key, needed for stochastic rounding (drawn from torch's own
+            generator when missing).
+        stream: the second word of the Philox key. Draws are counted by the element of ``x`` as handed in.
+        form: ``packed`` (codes and scales), ``decoded`` (BF16 operand) or ``both``.
+        backend: ``reference`` or ``triton``; None chooses by device.
+
+    Raises:
+        ValueError: wrong rank, dtype or device, or a backend that cannot run here.
+    """
+    scheme = _scheme_text(spec)
+    rows, columns = (None, scheme) if transpose else (scheme, None)
+    pair = quantize_both(
+        x, rows, columns, seed=seed, stream=stream, rows_form=form, columns_form=form, backend=backend,
+        where=where, rows_name=name, columns_name=name,
+    )  # fmt: skip
+    return pair[1 if transpose else 0]
+
+
+def quantize_both(
+    x: Tensor,
+    rows: str | None,
+    columns: str | None,
+    *,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    rows_form: str = "packed",
+    columns_form: str = "packed",
+    backend: str | None = None,
+    where: Tensor | None = None,
+    rows_name: str = "rows",
+    columns_name: str = "columns",
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """The row form (``x``) and the column form (``x.T``) from one read of ``x``; None skips one of them.
+
+    Both forms of an element share its random draw: each is unbiased by itself, and one Philox call serves both.
+    """
+    _check_input(x)
+    backend = backend or choose(x.device).quantize
+    where = ledger.site("") if where is None else where
+    quantized_rows = None if rows == BF16 else rows
+    quantized_columns = None if columns == BF16 else columns
+    tensors: list[Tensor] = []
+    if quantized_rows or quantized_columns:
+        if seed is None and (_stochastic(quantized_rows) or _stochastic(quantized_columns)):
+            seed = draw_seed(x, where)
+        tensors = _quantize_op(
+            x, quantized_rows, quantized_columns, seed, stream, rows_form, columns_form, backend, where,
+            rows_name, columns_name,
+        )  # fmt: skip
+    parts = iter(tensors)
+    return (
+        _collect(x, rows, rows_form, parts, backend, transpose=False),
+        _collect(x, columns, columns_form, parts, backend, transpose=True),
+    )
+
+
+def draw_seed(x: Tensor, where: Tensor) -> Tensor:
+    """The randomness of one module call: int64 scalar on x's device, from torch's own generator, no host sync."""
+    return _draw_seed_op(x, where)
+
+
+def _scheme_text(spec: OperandSpec | str) -> str:
+    if isinstance(spec, str):
+        return spec
+    return BF16 if spec.scheme is None else str(spec.scheme)
+
+
+def _stochastic(scheme: str | None) -> bool:
+    return scheme is not None and Scheme.parse(scheme).stochastic
+
+
+def _check_input(x: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"quantize takes a matrix [rows, K], got a tensor of shape {tuple(x.shape)}")
+    if x.dtype not in INPUT_TYPES:
+        raise ValueError(f"quantize takes float32, bfloat16 or float16, got {x.dtype} of shape {tuple(x.shape)}")
+
+
+class _Layout(NamedTuple):
+    """Shapes of one form of ``x [I, J]``, in the order the op returns them."""
+
+    codes: tuple[int, int]
+    scales: tuple[int, int]
+    operand: tuple[int, int]
+
+
+def _layout(rows: int, columns: int, scheme: Scheme) -> _Layout:
+    padded = -(-columns // scheme.group) * scheme.group
+    block_rows, block_columns = scheme.block
+    return _Layout(
+        (rows, padded // 2),
+        (-(-rows // block_rows), padded // block_columns),
+        (rows, padded if scheme.hadamard else columns),
+    )
+
+
+def _collect(x, scheme, form, parts, backend, transpose) -> QuantizedTensor | None:
+    if scheme is None:
+        return None
+    rows, columns = (x.shape[1], x.shape[0]) if transpose else (x.shape[0], x.shape[1])
+    if scheme == BF16:
+        operand = x.to(torch.bfloat16)
+        return QuantizedTensor(BF16, rows, columns, operand=operand.T if transpose else operand)
+    parsed = Scheme.parse(scheme)
+    amax = next(parts) if parsed.has_global_scale else None
+    # the op returns the column form in x's own layout, which costs no transposition
+    view = (lambda t: t.T) if transpose else (lambda t: t)
+    codes = scales = operand = None
+    if form != "decoded":
+        codes, scales = view(next(parts)), view(next(parts))
+    if form != "packed":
+        operand = view(next(parts))
+    columns = _layout(rows, columns, parsed).operand[1]
+    return QuantizedTensor(scheme, rows, columns, amax, codes, scales, operand, False, backend)
+
+
+def _kernels(backend: str):
+    if backend == "reference":
+        return reference
+    from nvfp4_kernels.triton import quantize as triton_kernels  # triton is not installed everywhere
+
+    return triton_kernels
+
+
+@torch.library.custom_op("nvfp4_train::quantize", mutates_args=())
+def _quantize_op(
+    x: Tensor,
+    rows: str | None,
+    columns: str | None,
+    seed: Tensor | None,
+    stream: int,
+    rows_form: str,
+    columns_form: str,
+    backend: str,
+    where: Tensor,
+    rows_name: str,
+    columns_name: str,
+) -> list[Tensor]:
+    row_scheme = None if rows is None else Scheme.parse(rows)
+    column_scheme = None if columns is None else Scheme.parse(columns)
+    for scheme, name in ((rows, rows_name), (columns, columns_name)):
+        if scheme is not None:
+            ledger.count_quantization(where, name, scheme, backend, x.numel())
+    if x.numel() == 0:
+        return [t.zero_() for t in _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form)]
+    kernels = _kernels(backend)
+    amax_rows, amax_columns = kernels.global_amax(x, row_scheme, column_scheme)
+    row_form, column_form = kernels.quantize(
+        x, row_scheme, column_scheme, amax_rows=amax_rows, amax_columns=amax_columns, seed=seed,
+        row_stream=stream, column_stream=stream, rows_form=rows_form, columns_form=columns_form,
+    )  # fmt: skip
+    return _flatten(amax_rows, row_form, transpose=False) + _flatten(amax_columns, column_form, transpose=True)
+
+
+def _flatten(amax: Tensor | None, form: Quantized | None, transpose: bool) -> list[Tensor]:
+    if form is None:
+        return []
+    tensors = [t.T if transpose else t for t in form if t is not None]
+    return ([] if amax is None else [amax.clone()]) + [t.contiguous() for t in tensors]
+
+
+def _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form) -> list[Tensor]:
+    outputs = []
+    forms = ((row_scheme, rows_form, x.shape[0], x.shape[1]), (column_scheme, columns_form, x.shape[1], x.shape[0]))
+    for index, (scheme, form, rows, columns) in enumerate(forms):
+        if scheme is None:
+            continue
+        shapes = _layout(rows, columns, scheme)
+        orient = (lambda s: s[::-1]) if index == 1 else (lambda s: s)
+        if scheme.has_global_scale:
+            outputs.append(x.new_empty((), dtype=torch.float32))
+        if form != "decoded":
+            outputs.append(x.new_empty(orient(shapes.codes), dtype=torch.uint8))
+            outputs.append(x.new_empty(orient(shapes.scales), dtype=torch.uint8))
+        if form != "packed":
+            outputs.append(x.new_empty(orient(shapes.operand), dtype=torch.bfloat16))
+    return outputs
+
+
+@_quantize_op.register_fake
+def _(x, rows, columns, seed, stream, rows_form, columns_form, backend, where, rows_name, columns_name):
+    row_scheme = None if rows is None else Scheme.parse(rows)
+    column_scheme = None if columns is None else Scheme.parse(columns)
+    return _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form)
+
+
+@torch.library.custom_op("nvfp4_train::decode", mutates_args=())
+def _decode_op(codes: Tensor, scales: Tensor, scheme: str, columns: int, backend: str) -> Tensor:
+    if codes.numel() == 0:
+        return codes.new_zeros(codes.shape[0], columns, dtype=torch.bfloat16)
+    decoded = _kernels(backend).decode(codes, scales, Scheme.parse(scheme), columns)
+    # the same strides as the fake says: those of the codes
+    return decoded.contiguous() if _row_major(codes) else decoded.T.contiguous().T
+
+
+@_decode_op.register_fake
+def _(codes, scales, scheme, columns, backend):
+    rows = codes.shape[0]
+    if _row_major(codes):
+        return codes.new_empty(rows, columns, dtype=torch.bfloat16)
+    return codes.new_empty(columns, rows, dtype=torch.bfloat16).T
+
+
+def _row_major(codes: Tensor) -> bool:
+    return codes.stride(1) == 1
+
+
+@torch.library.custom_op("nvfp4_train::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_seed_op(x: Tensor, where: Tensor) -> Tensor:
+    return torch.randint(0, 2**32, (), dtype=torch.int64, device=x.device)
+
+
+@_draw_seed_op.register_fake
+def _(x, where):
+    return x.new_empty((), dtype=torch.int64)

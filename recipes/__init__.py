@@ -1,0 +1,1 @@
+"""The named recipes: one YAML file each, read through ``nvfp4_train.load_recipe``."""
