@@ -96,10 +96,10 @@ def convert(
     _refuse_not_finite(model)
     keep = recipe.keep_bf16
     kept = survey.kept_by_globs(keep)
+    by_place = survey.kept_by_place(keep.blocks) if keep.blocks else {}
     if recipe.quantizes_nothing:
         _CONTROLS.add(model)
         return _untouched(recipe, survey)
-    by_place = survey.kept_by_place(keep.blocks) if keep.blocks else {}
 
     chosen: dict[str, nn.Linear] = {}
     skipped: list[Skipped] = []
@@ -203,9 +203,9 @@ def _untouched(recipe: Recipe, survey: Survey) -> ConversionReport:
 def _nothing(recipe: Recipe, skipped: list[Skipped]) -> str:
     if not skipped:
         return f"recipe {recipe.name} converts no layer: the model has no nn.Linear"
-    told = "; ".join(f"{s.name or 'the model'} ({s.kind}): {s.reason}" for s in skipped[:5])
-    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    return f"recipe {recipe.name} converts no layer. Left as they are: {told}{more}"
+    rows = _grouped((other.name, f"{other.kind}: {other.reason}") for other in skipped)
+    told = "; ".join(f"{count} x {name} ({why})" for name, count, why in rows[:5])
+    return f"recipe {recipe.name} converts no layer. Left as they are: {told}{'; and more' if len(rows) > 5 else ''}"
 
 
 def _elements(survey: Survey, chosen: dict[str, nn.Linear]) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from nvfp4_kernels.scheme import Scheme
 from pydantic import Field, ValidationInfo, field_validator
 
-from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.operands import BF16, Dgrad, DgradSpec, Fprop, FpropSpec, GemmSpec, OperandSpec, Wgrad, WgradSpec
 from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, did_you_mean, listed, read_yaml
 from nvfp4_train.selection import KeepBF16
@@ -185,7 +185,9 @@ def _weights_differ(fprop: OperandSpec, dgrad: OperandSpec) -> str | None:
     return None
 
 
-def _schedule_faults(phases: dict[int, Phase], now: dict[str, GemmSpec | None], weight_match: bool | None) -> list[Fault]:
+def _schedule_faults(
+    phases: dict[int, Phase], now: dict[str, GemmSpec | None], weight_match: bool | None
+) -> list[Fault]:
     faults, last = [], -1.0
     for index, phase in phases.items():
         if phase.start <= last:

@@ -133,10 +133,11 @@ def read_yaml(text: str, where: str) -> tuple[Any, dict[Path, int], list[Fault]]
 
     Raises RecipeError naming line and column where ``text`` is not YAML at all.
     """
-    loader = yaml.SafeLoader(text)
+    loader = None
     lines: dict[Path, int] = {}
     faults: list[Fault] = []
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             raise RecipeError(where, [Fault((), "the file is empty")])
@@ -153,7 +154,8 @@ def read_yaml(text: str, where: str) -> tuple[Any, dict[Path, int], list[Fault]]
     except RecursionError:
         raise RecipeError(where, [Fault((), "not valid YAML: nested too deeply")]) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], faults: list[Fault], above: set[int]) -> None:

@@ -35,12 +35,11 @@ class Blocks(Strict):
         """(how many of ``count`` blocks are kept at the start, how many at the end)."""
         if self.last_fraction is None:
             return self.first, self.last
-        # exact: 0.1 x 30 blocks is 3, not the 4 that rounding up a float product gives
+        # exact: 0.07 of 100 blocks is 7, not the 8 that rounding up a float product gives
         return self.first, math.ceil(Fraction(str(self.last_fraction)) * count)
 
     def __str__(self) -> str:
-        last = f"last_fraction: {self.last_fraction}" if self.last_fraction else f"last: {self.last}" if self.last else ""
-        return ", ".join(filter(None, [f"first: {self.first}" if self.first else "", last]))
+        return ", ".join(f"{key}: {value}" for key, value in self.to_dict().items())
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in self if value}

@@ -53,6 +53,8 @@ class Survey:
         """Why an nn.Linear (or a subclass) must stay as it is, or None."""
         if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
             return "its forward is not nn.Linear's"
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            return "it is compiled, and would go on running the compiled code: convert first, then compile"
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed anew each time (parametrized), not a parameter of its own"
@@ -130,8 +132,8 @@ class Survey:
                 stacks[name] = list(module.children())
         if not stacks:
             raise ConversionError(
-                "keep_bf16.blocks: no blocks found: the model has no nn.ModuleList whose children hold nn.Linear layers. "
-                "Name the layers to keep with keep_bf16.modules"
+                "keep_bf16.blocks: no blocks found: the model has no nn.ModuleList whose children hold nn.Linear "
+                "layers. Name the layers to keep with keep_bf16.modules"
             )
         longest = max(len(children) for children in stacks.values())
         found = [name for name, children in stacks.items() if len(children) == longest]
@@ -167,4 +169,3 @@ def _is_stack(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList) and len({type(child) for child in children}) > 1:
         return False
     return all(any(isinstance(inner, nn.Linear) for inner in child.modules()) for child in children)
-
