@@ -15,3 +15,4 @@ class Quantized(NamedTuple):
     codes: Tensor | None  # uint8 [R, Cpad // 2], two 4-bit codes a byte, even index in the low nibble
     scales: Tensor | None  # uint8 bytes of E4M3 or E8M0, [R, Cpad // columns] or [ceil(R / 16), Cpad // 16]
     operand: Tensor | None  # bfloat16 [R, C] (Cpad after a Hadamard transform), decoded without the global scale
+    amax: Tensor | None = None  # float32 0-d that the block scales were made with; None without a global scale

@@ -256,19 +256,20 @@ def _quantize_op(
     if x.numel() == 0:
         return [t.zero_() for t in _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form)]
     kernels = _kernels(backend)
-    amax_rows, amax_columns = kernels.global_amax(x, row_scheme, column_scheme)
     row_form, column_form = kernels.quantize(
-        x, row_scheme, column_scheme, amax_rows=amax_rows, amax_columns=amax_columns, seed=seed,
-        row_stream=stream, column_stream=stream, rows_form=rows_form, columns_form=columns_form,
+        x, row_scheme, column_scheme, seed=seed, row_stream=stream, column_stream=stream,
+        rows_form=rows_form, columns_form=columns_form,
     )  # fmt: skip
-    return _flatten(amax_rows, row_form, transpose=False) + _flatten(amax_columns, column_form, transpose=True)
+    outputs = _flatten(row_form, transpose=False) + _flatten(column_form, transpose=True)
+    # both forms may have found the same amax; the outputs of an op must not share memory
+    return [t.clone() if t.dim() == 0 else t for t in outputs]
 
 
-def _flatten(amax: Tensor | None, form: Quantized | None, transpose: bool) -> list[Tensor]:
+def _flatten(form: Quantized | None, transpose: bool) -> list[Tensor]:
     if form is None:
         return []
-    tensors = [t.T if transpose else t for t in form if t is not None]
-    return ([] if amax is None else [amax.clone()]) + [t.contiguous() for t in tensors]
+    tensors = [(t.T if transpose else t).contiguous() for t in form[:3] if t is not None]
+    return tensors if form.amax is None else [form.amax, *tensors]
 
 
 def _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form) -> list[Tensor]:

@@ -47,10 +47,11 @@ def e2m1_stochastic_(y: Tensor, draws: Tensor, bits: int = 16) -> Tensor:
     y.clamp_(-E2M1_LARGEST, E2M1_LARGEST)
     step = _steps(y)
     # With up = 2^bits - 1 - draw, the condition is floor(frac * 2^bits) + up >= 2^bits: a carry into the integer
-    # part. Both summands are integers below 2^18, so float32 adds them exactly.
+    # part. Both summands are integers below 2^18, so float32 adds them exactly. (With 8 bits `up` keeps the draw's low
+    # byte as a fraction, which cannot make a carry.)
     up = torch.bitwise_not(draws.view(torch.int16)).view(torch.uint16).to(torch.float32)
     if bits == 8:
-        up.mul_(2.0**-8).floor_()
+        up.mul_(2.0**-8)
     y.div_(step).mul_(2.0**bits).trunc_()
     y.add_(torch.copysign(up, y, out=up))
     return y.mul_(2.0**-bits).trunc_().mul_(step)
@@ -67,8 +68,8 @@ def pack(codes: Tensor, dim: int) -> Tensor:
     """Two codes a byte along ``dim`` (0 or 1) of contiguous uint8 ``[I, J]``; the even index in the low nibble."""
     if dim == 0:
         return codes[0::2] | (codes[1::2] << 4)
-    pairs = codes.view(torch.int16)  # low byte: even index
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    pairs = codes.reshape(-1).view(torch.int16)  # low byte: even index
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2)
 
 
 def unpack(codes: Tensor) -> Tensor:

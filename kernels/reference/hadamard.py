@@ -21,12 +21,12 @@ def rotate(x: Tensor, size: int, mask: int, dim: int) -> Tensor:
     """Transform every group of ``size`` neighbours of ``x`` along ``dim``.
 
     ``x``: float32 ``[I, J]``, contiguous, its length along ``dim`` (0 or 1) a multiple of ``size``, a power of two.
-    Returns bfloat16 of the same shape.
+    Returns bfloat16 of the same shape, contiguous.
     """
     assert size >= 1 and size & (size - 1) == 0, f"a Hadamard transform has a power of two as its size, not {size}"
     rows, columns = x.shape
     if dim == 1:  # make the group the outer dimension, so that the butterflies run over long contiguous rows
-        return rotate(x.view(-1, size).t().contiguous(), size, mask, 0).t().reshape(rows, columns)
+        return rotate(x.view(-1, size).t().contiguous(), size, mask, 0).t().contiguous().view(rows, columns)
     y = x.view(rows // size, size, columns) * signs(mask, size, x.device).view(1, size, 1)
     other = torch.empty_like(y)
     stride = 1

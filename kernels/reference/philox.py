@@ -13,20 +13,23 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
 WORD = 0xFFFFFFFF
 DRAWS_PER_CALL = 8  # four words, two 16-bit numbers each
+CALLS_AT_ONCE = 16384  # on a CPU: so many keep their int64 words in its cache, which halves the time
 
 
-def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor | int, Tensor | int]) -> list[Tensor]:
+def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor | int]) -> list[Tensor]:
     """Four 32-bit words per counter.
 
-    ``counter``: four int64 tensors that broadcast, each in [0, 2^32). ``key``: two numbers in [0, 2^32), int or 0-d
-    int64. Returns four int64 tensors in [0, 2^32).
+    ``counter``: four int64 tensors that broadcast, each in [0, 2^32). ``key``: two numbers in [0, 2^32), 0-d
+    int64 or int. Returns four int64 tensors in [0, 2^32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         # The low words c1, c3 keep rubbish above bit 32 until the next mask: they are only ever xored.
-        c0, c1, c2, c3 = ((p1 >> 32) ^ c1 ^ k0) & WORD, p1, ((p0 >> 32) ^ c3 ^ k1) & WORD, p0
+        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(WORD)
+        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(WORD)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
     return [c0, c1 & WORD, c2, c3 & WORD]
 
@@ -38,12 +41,15 @@ def random16(seed: Tensor, stream: int, count: int) -> Tensor:
     for an even lane. ``seed``: int64 0-d, the low 32 bits are used.
     """
     calls = (count + DRAWS_PER_CALL - 1) // DRAWS_PER_CALL
-    index = torch.arange(calls, device=seed.device)
+    at_once = CALLS_AT_ONCE if seed.device.type == "cpu" else max(calls, 1)
+    key = (seed & WORD, stream & WORD)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    high = zero if calls <= WORD else index >> 32  # a 0-d word makes the first round nearly free
-    low = index if calls <= WORD else index & WORD
-    words = philox4x32_7((low, high, zero, zero), (seed & WORD, stream & WORD))
     out = torch.empty(calls, 4, dtype=torch.int32, device=seed.device)
-    for position, word in enumerate(words):
-        out[:, position] = word  # keeps the low 32 bits
+    for start in range(0, calls, at_once):
+        end = min(start + at_once, calls)
+        index = torch.arange(start, end, device=seed.device)
+        high = zero if end <= WORD else index >> 32  # a 0-d word makes the first round nearly free
+        low = index if end <= WORD else index & WORD
+        for position, word in enumerate(philox4x32_7((low, high, zero, zero), key)):
+            out[start:end, position] = word  # keeps the low 32 bits
     return out.view(torch.uint16).view(-1)[:count]  # little-endian: the low half comes first

@@ -2,7 +2,7 @@
 
 The numbers follow TransformerEngine's NVFP4 reference (2.20), all in float32 and in this order (amax: the tensor's):
 
-    S_enc = min(2688 / amax, FLT_MAX), 1 if that or amax is 0        S_dec = 1 / S_enc
+    S_enc = min(2688 / amax, FLT_MAX), 1 if amax is 0                S_dec = 1 / S_enc
     scale = E4M3(min(block_amax * (S_enc * f32(1/6)), FLT_MAX))      nearest even, saturating at 448
     enc   = min(1 / (f32(scale) * S_dec), FLT_MAX)                   from the *rounded* scale
     code  = E2M1(x * enc)
@@ -13,18 +13,17 @@ shrinks, so x and amax are first multiplied by 2^64 (exact); and non-finite inpu
 MXFP4 follows the OCP MX specification v1.0, with its own scale rule (``floor``) or DeepSeek's (``ceil``).
 
 Both forms of a tensor are computed in its own memory layout, x [I, J]: the row form takes blocks along J; the
-column form, of x.T, along I, and hands back transposed views. Nothing is transposed in memory.
+column form, of x.T, along I, and hands back transposed views.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.reference import codecs
 from nvfp4_kernels.reference.hadamard import rotate
 from nvfp4_kernels.reference.philox import random16
 from nvfp4_kernels.scheme import Scheme
+from torch import Tensor
 
 FLT_MAX = float.fromhex("0x1.fffffep127")
 ENCODE_RANGE = codecs.E4M3_LARGEST * codecs.E2M1_LARGEST  # 2688
@@ -32,6 +31,7 @@ SMALLEST_AMAX = ENCODE_RANGE / FLT_MAX  # below it 2688 / amax overflows
 LARGEST_AMAX = FLT_MAX / codecs.E4M3_LARGEST  # above it scale * amax overflows
 LIFT = 2.0**64
 CEIL_SMALLEST_AMAX = 1e-4  # DeepSeek's floor under a block's amax
+ELEMENTS_AT_ONCE = 131072  # rounded at once on a CPU
 FORMS = ("packed", "decoded", "both")
 
 
@@ -137,7 +137,7 @@ def dequantize(
     values = values if axis else values.t()
     _blocked(values, scheme.block[1], axis).mul_(_beside(scale, axis))
     if lift is not None:
-        values.mul_(lift.reciprocal()).clamp_(-FLT_MAX, FLT_MAX)  # amax near FLT_MAX may round over it
+        values.mul_(lift.reciprocal())
     return _as_operand(values, axis, columns).to(dtype)
 
 
@@ -154,18 +154,17 @@ def _quantize_along(
         amax = _largest(block_amax) if amax is None else amax
         lift = _lift(amax)
         if lift is not None:
-            blocked, block_amax, amax = blocked * lift, block_amax * lift, amax * lift
-        scales, encode = _nvfp4_scales(block_amax, amax)
+            blocked, block_amax = blocked * lift, block_amax * lift
+        scales, encode = _nvfp4_scales(block_amax, amax if lift is None else amax * lift)
     else:
+        amax = None
         scales, encode = _mx_scales(block_amax, scheme.rule)
 
     rows = width if axis == 0 else height
-    y = blocked * _beside(_expand(encode, scheme, rows), axis)
-    if scheme.stochastic:
-        offsets = (width, scheme.block[1], 1) if axis else (scheme.block[1] * width, width, 1)
-        codecs.e2m1_stochastic_(y, random.as_strided(y.shape, offsets), 8 if scheme.rounding == "stochastic8" else 16)
-    else:
-        codecs.e2m1_nearest_(y)
+    if random is not None:  # number i * J + j for element (i, j), in the shape of the blocks
+        block = scheme.block[1]
+        random = random.as_strided(blocked.shape, (width, block, 1) if axis else (block * width, width, 1))
+    y = _round(blocked, _beside(_expand(encode, scheme, rows), axis), random, scheme.rounding)
 
     codes = decoded = None
     if form != "decoded":
@@ -177,15 +176,32 @@ def _quantize_along(
         y.mul_(_beside(_expand(_decode_scales(scales, scheme), scheme, rows), axis))
         columns = operand.shape[axis] if scheme.hadamard else x.shape[axis]
         decoded = _as_operand(y.view(operand.shape).to(torch.bfloat16), axis, columns)
-    return Quantized(codes, scales if form != "decoded" else None, decoded)
+    return Quantized(codes, scales if form != "decoded" else None, decoded, amax)
+
+
+def _round(blocked: Tensor, encode: Tensor, random: Tensor | None, rounding: str) -> Tensor:
+    """``blocked * encode`` on the E2M1 grid, a new float32 tensor; on a CPU piece by piece, to stay in its cache."""
+    y = torch.empty_like(blocked)
+    if y.numel() == 0:
+        return y
+    at_once = ELEMENTS_AT_ONCE if y.device.type == "cpu" else y.numel()
+    step = max(1, at_once // y[0].numel())
+    for start in range(0, len(y), step):
+        part = slice(start, start + step)
+        piece = torch.mul(blocked[part], encode[part], out=y[part])
+        if rounding == "nearest":
+            codecs.e2m1_nearest_(piece)
+        else:
+            codecs.e2m1_stochastic_(piece, random[part], 8 if rounding == "stochastic8" else 16)
+    return y
 
 
 def _nvfp4_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """(uint8 E4M3 bytes, float32 encode factors), both of the shape of ``block_amax``. NaN stays NaN."""
     one = torch.ones_like(amax)
     s_enc = torch.div(one * ENCODE_RANGE, amax).clamp(max=FLT_MAX)  # a true division: `2688 / amax` rounds twice
-    s_enc = torch.where((amax == 0) | (s_enc == 0), one, s_enc)
-    s_enc = torch.where(amax.isinf(), torch.nan, s_enc)
+    s_enc = torch.where(amax == 0, one, s_enc)
+    s_enc = torch.where(amax.isinf(), torch.nan, s_enc)  # the reference takes 1 here, which would hide the Inf
     scale = (block_amax * (s_enc * (1 / codecs.E2M1_LARGEST))).clamp_(max=FLT_MAX)
     scale = scale.masked_fill_(block_amax.isinf(), torch.nan)
     byte = codecs.e4m3_encode(scale)
