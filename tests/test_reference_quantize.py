@@ -210,7 +210,7 @@ def test_appended_zero_rows_change_nothing(height, width, extra, scheme):
     (rows, _), (columns, _) = both_axes(x, scheme, seed=seed)
     (more_rows, _), (more_columns, _) = both_axes(longer, scheme, seed=seed)
     assert same(rows, (more_rows.codes[:height], more_rows.scales[: len(rows.scales)], more_rows.operand[:height]))
-    parts = [part[:, : old.shape[1]] for part, old in zip(more_columns, columns, strict=True)]
+    parts = [part[:, : old.shape[1]] for part, old in zip(more_columns[:3], columns[:3], strict=True)]
     assert same(columns, parts)
     assert (more_columns.operand[:, columns.operand.shape[1] :] == 0).all()
 
