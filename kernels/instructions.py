@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 | mma.sync.aligned.m16n8k16... | tcgen05.mma.cta_group::1.kind::f16
+# wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16, mma.sync.aligned.m16n8k16..., tcgen05.mma.cta_group::1.kind::
 _MMA = re.compile(r"(?<![\w.])(wgmma\.mma_async|mma\.sync|mma\.sp|tcgen05\.mma)((?:\.[\w:]+)*)")
 
 
@@ -43,7 +43,7 @@ def compile_for(
 
     Args:
         kernel: a ``@triton.jit`` function, decorated without ``TRITON_INTERPRET``.
-        signature: argument name -> type (``*bf16``, ``i32``, ``tensordesc<bf16[128, 64]>``); constexprs may be left out.
+        signature: argument name -> type (``*bf16``, ``i32``, ``tensordesc<bf16[128, 64]>``), constexprs apart.
         constexprs: argument name -> value.
         target: ``sm_80`` ... ``sm_121``.
 

@@ -24,7 +24,7 @@ def matmul(
     *,
     accumulate_into: Tensor | None = None,
     backend: str | None = None,
-    where: Tensor | None = None,
+    where: int | None = None,
     gemm: str = "matmul",
 ) -> Tensor:
     """``[M, N] = a [M, K] @ b [N, K].T``, float32 accumulation, one rounding to ``out_dtype``.
@@ -40,7 +40,7 @@ def matmul(
         raise ValueError(f"matmul needs operands of one K, got {tuple(a.shape)} and {tuple(b.shape)}")
     left, right, alpha = a.decode(), b.decode(), global_scale(a, b)
     backend = backend or choose(left.device).matmul
-    where = ledger.site("") if where is None else where
+    where = len(ledger.site("")) if where is None else where
     labels = (gemm, a.scheme_text, b.scheme_text, backend)
     if accumulate_into is not None:
         if accumulate_into.dtype != torch.float32 or accumulate_into.shape != (a.rows, b.rows):
@@ -63,7 +63,7 @@ def global_scale(a: QuantizedTensor, b: QuantizedTensor) -> Tensor | None:
 
 @torch.library.custom_op("nvfp4_train::matmul", mutates_args=())
 def _matmul_op(
-    a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype, where: Tensor,
+    a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype, where: int,
     gemm: str, a_scheme: str, b_scheme: str, backend: str,
 ) -> Tensor:  # fmt: skip
     ledger.count_matmul(where, gemm, a_scheme, b_scheme, backend, 2 * a.shape[0] * b.shape[0] * a.shape[1])
@@ -77,7 +77,7 @@ def _(a, b, alpha, out_dtype, where, gemm, a_scheme, b_scheme, backend):
 
 @torch.library.custom_op("nvfp4_train::matmul_into", mutates_args=("out",))
 def _matmul_into_op(
-    out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, where: Tensor,
+    out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, where: int,
     gemm: str, a_scheme: str, b_scheme: str, backend: str,
 ) -> None:  # fmt: skip
     ledger.count_matmul(where, gemm, a_scheme, b_scheme, backend, 2 * a.shape[0] * b.shape[0] * a.shape[1])

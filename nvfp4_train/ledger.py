@@ -17,19 +17,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
+FIRST_SITE = 1_000_003  # torch.compile takes equal lengths for one symbol: far from any dimension of a model
 _labels: list[str] = []
 _recording: list["Ledger"] = []
 
 
 @cache
 def site(label: str) -> Tensor:
-    """A layer's name as a tensor: int64 scalar on the CPU, one for each label.
+    """A layer's name as the length of an empty tensor ``[number, 0]``, one for each label; ops get that number.
 
-    A custom op needs to know for whom it works. A string argument would be a constant of the compiled graph, so that
-    blocks compiled one by one would recompile for each layer; the value of a tensor is not guarded.
+    A custom op needs to know for whom it works. A string or an integer on a module is a constant of the compiled
+    graph, and blocks compiled one by one would recompile for each layer. A tensor's value is not guarded, but a CPU
+    tensor among the saved ones keeps a graph out of CUDA graphs. A length becomes a symbol when it is seen to change.
     """
     _labels.append(label)
-    return torch.tensor(len(_labels) - 1, dtype=torch.int64, device="cpu")
+    return torch.empty(FIRST_SITE + len(_labels) - 1, 0, device="cpu")
 
 
 @dataclass
@@ -67,18 +69,18 @@ def recording() -> Iterator[Ledger]:
         _recording.remove(ledger)
 
 
-def count_matmul(where: Tensor, gemm: str, a: str, b: str, backend: str, flops: int) -> None:
+def count_matmul(where: int, gemm: str, a: str, b: str, backend: str, flops: int) -> None:
     for ledger in _recording:
         _add(ledger.matmuls, (_label(where), gemm, a, b, backend), flops)
 
 
-def count_quantization(where: Tensor, operand: str, scheme: str, backend: str, elements: int) -> None:
+def count_quantization(where: int, operand: str, scheme: str, backend: str, elements: int) -> None:
     for ledger in _recording:
         _add(ledger.quantizations, (_label(where), operand, scheme, backend), elements)
 
 
-def _label(where: Tensor) -> str:
-    return _labels[int(where)]
+def _label(where: int) -> str:
+    return _labels[where - FIRST_SITE]
 
 
 def _add(table: dict, key: tuple, amount: int) -> None:

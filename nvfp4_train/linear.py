@@ -153,7 +153,7 @@ class QuantizedLinear(nn.Linear):
         self.recipe = recipe
         self.plan = recipe.plan(0.0)
         self.label = label
-        self.where = ledger.site(label)
+        self.site = ledger.site(label)
         self.backend_request = backend
         self.backend = choose(self.weight.device, backend)
 
@@ -164,13 +164,14 @@ class QuantizedLinear(nn.Linear):
             raise ValueError(f"{self.label}: input must be float32, bfloat16 or float16, got {x.dtype}")
         device = x.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        where = self.site.shape[0]
         # drawn also where gradients are off, so that a checkpointed layer draws the same numbers when it is replayed
-        seed = draw_seed(x, self.where) if self.plan.stochastic else None
+        seed = draw_seed(x, where) if self.plan.stochastic else None
         needs = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
         main_grad = getattr(self.weight, "main_grad", None)
         dtype = out_dtype if self.bias is None else torch.float32  # the bias joins before the one rounding
         y = LinearFunction.apply(
-            x.reshape(-1, self.in_features), self.weight, main_grad, seed, self.where, self.plan, self.backend,
+            x.reshape(-1, self.in_features), self.weight, main_grad, seed, where, self.plan, self.backend,
             dtype, needs,
         )  # fmt: skip
         if self.bias is not None:
@@ -183,11 +184,11 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def __getstate__(self):
-        return {key: value for key, value in self.__dict__.items() if key != "where"}
+        return {key: value for key, value in self.__dict__.items() if key != "site"}
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self.where = ledger.site(self.label)  # sites are numbered anew in each process
+        self.site = ledger.site(self.label)  # sites are numbered anew in each process
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}, backend={self.backend}"

@@ -102,7 +102,7 @@ def quantize(
     stream: int = 0,
     form: str = "packed",
     backend: str | None = None,
-    where: Tensor | None = None,
+    where: int | None = None,
     name: str = "tensor",
 ) -> QuantizedTensor:
     """Quantizes ``x [rows, K]`` (or ``x.T`` with ``transpose``) as ``spec`` says.
@@ -138,7 +138,7 @@ def quantize_both(
     rows_form: str = "packed",
     columns_form: str = "packed",
     backend: str | None = None,
-    where: Tensor | None = None,
+    where: int | None = None,
     rows_name: str = "rows",
     columns_name: str = "columns",
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
@@ -148,7 +148,7 @@ def quantize_both(
     """
     _check_input(x)
     backend = backend or choose(x.device).quantize
-    where = ledger.site("") if where is None else where
+    where = len(ledger.site("")) if where is None else where
     quantized_rows = None if rows == BF16 else rows
     quantized_columns = None if columns == BF16 else columns
     tensors: list[Tensor] = []
@@ -166,7 +166,7 @@ def quantize_both(
     )
 
 
-def draw_seed(x: Tensor, where: Tensor) -> Tensor:
+def draw_seed(x: Tensor, where: int) -> Tensor:
     """The randomness of one module call: int64 scalar on x's device, from torch's own generator, no host sync."""
     return _draw_seed_op(x, where)
 
@@ -244,7 +244,7 @@ def _quantize_op(
     rows_form: str,
     columns_form: str,
     backend: str,
-    where: Tensor,
+    where: int,
     rows_name: str,
     columns_name: str,
 ) -> list[Tensor]:
@@ -319,7 +319,7 @@ def _row_major(codes: Tensor) -> bool:
 
 
 @torch.library.custom_op("nvfp4_train::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _draw_seed_op(x: Tensor, where: Tensor) -> Tensor:
+def _draw_seed_op(x: Tensor, where: int) -> Tensor:
     return torch.randint(0, 2**32, (), dtype=torch.int64, device=x.device)
 
 

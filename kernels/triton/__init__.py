@@ -1,0 +1,1 @@
+"""The kernels on the GPU, with the signatures of ``nvfp4_kernels.reference`` and bitwise its results."""

@@ -1,0 +1,127 @@
+"""The amax of a whole tensor, plain and after a Hadamard transform of its columns or rows, in one read.
+
+Magnitudes are compared as the bits of non-negative float32 values, so that one integer atomic per program joins them
+and NaN, being the largest, survives. The transform's factor and its rounding to bfloat16 are monotone: they are applied
+to the largest value alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvfp4_kernels.scheme import Scheme
+from nvfp4_kernels.triton import codecs, tiles
+from nvfp4_kernels.triton.hadamard import butterflies
+
+
+@triton.jit
+def _publish(out, largest, FACTOR: tl.constexpr, ROTATED: tl.constexpr):
+    largest = codecs.largest_magnitude(largest, 0)
+    if ROTATED:
+        largest = codecs.round_to_bfloat16(largest * FACTOR)
+    bits = codecs.bits_of(largest)
+    tl.atomic_max(out, tl.where(bits >= 0x7F800000, 0x7FC00000, bits), sem="relaxed")
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, out, I, J, stride, strips,
+    BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, PLAIN: tl.constexpr,
+    ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+):  # fmt: skip
+    """out: int32 [3] zeros, for the amax of x, of x rotated along its rows, of x rotated along its columns."""
+    tiles_j = tl.cdiv(J, BJ)
+    j = (tl.program_id(0) % tiles_j) * BJ + tl.arange(0, BJ)
+    first = tl.program_id(0) // tiles_j
+    i = tl.arange(0, BI)
+    plain = tl.zeros((BJ,), tl.float32)
+    by_rows = tl.zeros((BJ,), tl.float32)
+    by_columns = tl.zeros((BJ,), tl.float32)
+    for strip in range(first, tl.cdiv(I, BI), strips):
+        row = strip * BI + i
+        pointers = x_ptr + row.to(tl.int64)[:, None] * stride + j[None, :]
+        if EVEN:
+            x = tl.load(pointers)
+        else:
+            x = tl.load(pointers, mask=(row < I)[:, None] & (j < J)[None, :], other=0)
+        x = codecs.to_float32(x, BF16_BITS)
+        if PLAIN:
+            plain = codecs.nan_maximum(plain, codecs.largest_magnitude(x, 0))
+        if ROW_N > 0:
+            turned = butterflies(x, ROW_N, ROW_MASK, True)
+            by_rows = codecs.nan_maximum(by_rows, codecs.largest_magnitude(turned, 0))
+        if COLUMN_N > 0:
+            turned = butterflies(x, COLUMN_N, COLUMN_MASK, False)
+            by_columns = codecs.nan_maximum(by_columns, codecs.largest_magnitude(turned, 0))
+    if PLAIN:
+        _publish(out, plain, 1.0, False)
+    if ROW_N > 0:
+        _publish(out + 1, by_rows, ROW_FACTOR, True)
+    if COLUMN_N > 0:
+        _publish(out + 2, by_columns, COLUMN_FACTOR, True)
+
+
+def global_amax(x: Tensor, rows: Scheme | None, columns: Scheme | None) -> tuple[Tensor | None, Tensor | None]:
+    """The float32 0-d amax that each form of ``x`` [I, J] is scaled by; NaN if any element is NaN or Inf.
+
+    None for a form that is not asked for or has no global scale. After a Hadamard transform it is the amax of the
+    transformed tensor. Nothing waits for the GPU. ValueError for another dtype or rank.
+    """
+    x = readable(x)
+    rows, columns = (s if s is not None and s.has_global_scale else None for s in (rows, columns))
+    if rows is None and columns is None:
+        return None, None
+    height, width = x.shape
+    out = torch.zeros(3, dtype=torch.int32, device=x.device)
+    row_n, column_n = (s.hadamard if s is not None else 0 for s in (rows, columns))
+    plain = any(s is not None and not s.hadamard for s in (rows, columns))
+    if x.numel():
+        tile = tiles.fit("amax_rotated" if row_n or column_n else "amax", height, width, column_n)
+        tiles_j, tiles_i = -(-width // tile.columns), -(-height // tile.rows)
+        strips = min(tiles_i, max(1, tiles.AMAX_PROGRAMS // tiles_j))
+        with on_device(x):
+            amax_kernel[(strips * tiles_j,)](
+                as_bits(x), out, height, width, x.stride(0), strips,
+                BF16_BITS=x.dtype == torch.bfloat16, BI=tile.rows, BJ=tile.columns,
+                EVEN=height % tile.rows == 0 and width % tile.columns == 0, PLAIN=plain,
+                ROW_N=row_n, ROW_MASK=rows.sign_mask if row_n else 0, ROW_FACTOR=factor(row_n),
+                COLUMN_N=column_n, COLUMN_MASK=columns.sign_mask if column_n else 0, COLUMN_FACTOR=factor(column_n),
+                num_warps=tile.warps, enable_fp_fusion=False,
+            )  # fmt: skip
+    found = out.view(torch.float32)
+    return (
+        None if rows is None else found[1 if row_n else 0],
+        None if columns is None else found[2 if column_n else 0],
+    )
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x`` with neighbours of a row next to each other (copied if they are not). ValueError if it cannot be read."""
+    if x.dim() != 2:
+        raise ValueError(f"a tensor of two dimensions is quantized, not one of shape {tuple(x.shape)}")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"float32, bfloat16 or float16 is quantized, not {x.dtype} of shape {tuple(x.shape)}")
+    require_device(x)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def require_device(x: Tensor) -> None:
+    if not (x.is_cuda or codecs.INTERPRETED.value):
+        raise ValueError(f"the triton backend needs a CUDA tensor, got one on {x.device}: choose backend 'reference'")
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """bfloat16 travels as int16: Triton's interpreter cannot convert it."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def on_device(x: Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device if x.is_cuda else -1)
+
+
+def factor(n: int) -> float:
+    """1 / sqrt(n) of a transform of size n."""
+    return 1.0 / n**0.5 if n else 1.0

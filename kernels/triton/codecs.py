@@ -1,0 +1,276 @@
+"""E2M1, E4M3, E8M0 and bfloat16 in float32 and integer arithmetic: exact on every GPU and in Triton's interpreter.
+
+No hardware FP4 or FP8 conversion is used (they exist on few GPUs, and the interpreter's are wrong). A value on the
+E2M1 grid is held in float32; times 2^-126 its top bits *are* the code, since float32's own subnormals then fall on
+E2M1's. Kernels that call these are compiled with ``enable_fp_fusion=False``: a fused multiply-add where the definition
+rounds twice would change bits.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
+ENCODE_RANGE = tl.constexpr(2688.0)  # 448 * 6
+SMALLEST_AMAX = tl.constexpr(2688.0 / float.fromhex("0x1.fffffep127"))  # below it 2688 / amax overflows
+LIFT = tl.constexpr(2.0**64)
+TWO_M126 = tl.constexpr(2.0**-126)
+TWO_P126 = tl.constexpr(2.0**126)
+TWO_P120 = tl.constexpr(2.0**120)
+TWO_M120 = tl.constexpr(2.0**-120)
+SIGN = tl.constexpr(-0x80000000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nan_maximum(a, b):
+    """The larger of two non-negative floats; NaN if either is."""
+    if INTERPRETED:  # its maximum follows numpy's NaN rules; ordering by bits puts NaN above Inf
+        return float_of(tl.maximum(bits_of(a), bits_of(b)))
+    else:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """max |x| along ``axis``; NaN if any is NaN."""
+    if INTERPRETED:
+        return float_of(tl.max(bits_of(x) & 0x7FFFFFFF, axis))
+    else:
+        return tl.reduce(tl.abs(x), axis, nan_maximum)
+
+
+@triton.jit
+def to_float32(x, BF16_BITS: tl.constexpr):
+    """float32 of what was loaded; bfloat16 arrives as int16 bits."""
+    if BF16_BITS:
+        return float_of(x.to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def round_to_bfloat16(x):
+    """float32 rounded to the nearest bfloat16, ties to even."""
+    if INTERPRETED:
+        bits = bits_of(x)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return float_of(tl.where((bits & 0x7FFFFFFF) > INFINITY_BITS, NAN_BITS, rounded))
+    else:  # two at a time: the conversion of one runs at a quarter of the speed
+        pair: tl.constexpr = """{
+            .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xFFFF0000;
+        }"""
+        return tl.inline_asm_elementwise(pair, "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
+def bfloat16_bits(x):
+    """int16 bits of a float32 that is exact in bfloat16."""
+    return (bits_of(x) >> 16).to(tl.int16)
+
+
+@triton.jit
+def e2m1_nearest(y):
+    """Round to the E2M1 grid, ties to the even code, clamped to +-6; the sign stays, also of a zero."""
+    magnitude = tl.minimum(tl.abs(y), 6.0)
+    # Adding 2^23 grid steps leaves no bits below a step, so the addition itself rounds. 2^22 * 2^e is that much.
+    exponent = float_of(bits_of(tl.maximum(magnitude, 1.0)) & INFINITY_BITS)
+    grid = tl.fma(exponent, -4194304.0, tl.fma(exponent, 4194304.0, magnitude))
+    return float_of(bits_of(grid) | (bits_of(y) & SIGN))
+
+
+@triton.jit
+def e2m1_stochastic(y, r16, EIGHT_BITS: tl.constexpr):
+    """Round to the E2M1 grid, away from zero iff r < floor(frac * 2^16), or 2^8 with the high half of r.
+
+    ``r16``: int16 bits of the draws. Returns value * 2^-126, whose top bits are the code: the carry of the inverted
+    draw into them is the rounding.
+    """
+    magnitude = tl.abs(y)
+    if INTERPRETED:
+        low = tl.minimum(magnitude, 1.0)
+        bits = tl.where(magnitude < 1.0, (low * 8388608.0).to(tl.int32), bits_of(magnitude) - (126 << 23))
+    else:  # toward zero: bits that do not fit below must not round into a code above
+        bits = bits_of(
+            tl.inline_asm_elementwise(
+                "mul.rz.f32 $0, $1, 0f00800000;", "=f,f", [magnitude], dtype=tl.float32, is_pure=True, pack=1
+            )
+        )
+    carry = (~(r16.to(tl.int32) << 6)) & (0x3FC000 if EIGHT_BITS else 0x3FFFC0)
+    bits = tl.minimum(bits + carry, 7 << 22) & 0x7FC00000
+    return float_of(bits | (bits_of(y) & SIGN))
+
+
+@triton.jit
+def stochastic_operand(y, r16, scale_bits, EIGHT_BITS: tl.constexpr):
+    """int16 bits of bfloat16(e2m1_stochastic(y) * scale), ``scale_bits`` being the scale's. Two elements at a time.
+
+    The same steps as above; from the clamp on, both elements share a register, and bfloat16 holds every value exactly.
+    """
+    MASK: tl.constexpr = "0x3FC000" if EIGHT_BITS else "0x3FFFC0"
+    HEAD: tl.constexpr = """{
+        .reg .f32 a, b;
+        .reg .b32 m, n, u, v, p, q;
+        abs.f32 a, $1;
+        abs.f32 b, $2;
+        mul.rz.f32 a, a, 0f00800000;
+        mul.rz.f32 b, b, 0f00800000;
+        shl.b32 u, $3, 6;
+        shr.u32 v, $3, 10;
+        not.b32 u, u;
+        not.b32 v, v;
+        and.b32 u, u, """
+    MIDDLE: tl.constexpr = """;
+        and.b32 v, v, """
+    TAIL: tl.constexpr = """;
+        mov.b32 m, a;
+        mov.b32 n, b;
+        add.s32 m, m, u;
+        add.s32 n, n, v;
+        prmt.b32 p, m, n, 0x7632;
+        mov.b32 u, 0x01C001C0;
+        min.bf16x2 p, p, u;
+        mov.b32 m, $1;
+        mov.b32 n, $2;
+        prmt.b32 q, m, n, 0x7632;
+        and.b32 q, q, 0x80008000;
+        and.b32 p, p, 0x7FC07FC0;
+        or.b32 p, p, q;
+        mov.b32 u, 0x7E807E80;
+        mov.b32 v, 0x80008000;
+        fma.rn.bf16x2 p, p, u, v;
+        fma.rn.bf16x2 $0, p, $4, v;
+    }"""
+    if INTERPRETED:
+        value = e2m1_stochastic(y, r16, EIGHT_BITS) * TWO_P126
+        return bfloat16_bits(value * float_of(scale_bits.to(tl.int32) << 16))
+    else:
+        return tl.inline_asm_elementwise(
+            HEAD + MASK + MIDDLE + MASK + TAIL, "=r,f,f,r,r", [y, r16, scale_bits], dtype=tl.int16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def e2m1_code(shrunk):
+    """uint32 codes 0..15 of float32 values on the E2M1 grid times 2^-126."""
+    bits = shrunk.to(tl.uint32, bitcast=True)
+    return ((bits >> 22) & 7) | ((bits >> 28) & 0xFFFFFFF8)  # one three-input operation
+
+
+@triton.jit
+def e2m1_value(code):
+    """float32 values of int32 codes 0..15."""
+    return float_of(((code & 7) << 22) | ((code & 8) << 28)) * TWO_P126
+
+
+@triton.jit
+def e4m3_nearest(scale):
+    """Round non-negative float32 to the E4M3 grid, ties to even, saturating at 448; keeps NaN."""
+    scale = tl.minimum(scale, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    exponent = float_of(bits_of(tl.maximum(scale, 0.015625, propagate_nan=tl.PropagateNan.ALL)) & INFINITY_BITS)
+    shift = exponent * 1048576.0  # as in e2m1_nearest: 2^23 steps of 2^-3 * 2^e
+    return (scale + shift) - shift
+
+
+@triton.jit
+def e4m3_byte(scale):
+    """int32 bytes of non-negative float32 on the E4M3 grid; NaN is 0x7F."""
+    return tl.where(scale == scale, bits_of(scale * TWO_M120) >> 20, 0x7F)
+
+
+@triton.jit
+def e4m3_value(byte):
+    """float32 values of int32 E4M3 bytes below 0x7F (positive, finite)."""
+    return float_of(byte << 20) * TWO_P120
+
+
+@triton.jit
+def e8m0_value(byte):
+    """float32 2^(byte - 127) of int32 bytes below 255."""
+    return float_of(tl.where(byte == 0, 1 << 22, byte << 23))
+
+
+@triton.jit
+def scale_value(byte, E4M3: tl.constexpr):
+    """float32 values of int32 scale bytes, NaN included."""
+    if E4M3:
+        return float_of(tl.where(byte == 0x7F, NAN_BITS, bits_of(e4m3_value(byte))))
+    else:
+        return float_of(tl.where(byte == 255, NAN_BITS, bits_of(e8m0_value(byte))))
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x rounded once, for x in [2^-126, 2^125]; NaN for 0.
+
+    The approximation and one Newton step: what rcp.rn does there, without its branch to the rest of the range, which
+    would keep the compiler from ordering a kernel's instructions as registers allow.
+    """
+    if INTERPRETED:
+        return tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.where(x == 0, float("nan"), x))
+    else:
+        newton: tl.constexpr = """{
+            .reg .f32 r, e;
+            rcp.approx.ftz.f32 r, $1;
+            fma.rn.f32 e, r, $1, 0fBF800000;
+            neg.f32 e, e;
+            fma.rn.f32 $0, r, e, r;
+        }"""
+        return tl.inline_asm_elementwise(newton, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def nvfp4_global(amax):
+    """(S_enc * 1/6, S_dec, lift) of the float32 amax of a tensor, in the order of the definition; NaN stays NaN."""
+    lift = tl.where((amax > 0) & (amax < SMALLEST_AMAX), LIFT, 1.0)
+    lifted = amax * lift
+    quotient = tl.minimum(tl.math.div_rn(lifted * 0.0 + ENCODE_RANGE, lifted), FLT_MAX)
+    s_enc = tl.where((lifted == 0) | (quotient == 0), 1.0, quotient)
+    s_enc = tl.where((bits_of(amax) & 0x7FFFFFFF) >= INFINITY_BITS, float("nan"), s_enc)
+    return s_enc * 0.16666667163372039794921875, tl.math.div_rn(s_enc * 0.0 + 1.0, s_enc), lift
+
+
+@triton.jit
+def nvfp4_scales(block_amax, s_enc_6, s_dec, lift):
+    """(float32 scale, float32 encode factor) of each block. The scale is NaN where the block or the tensor is."""
+    # the second term makes a NaN of Inf
+    scale = e4m3_nearest((block_amax * lift) * s_enc_6 + block_amax * 0.0)
+    product = scale * s_dec  # at least 2^-149, at most 2^125.4; moved by a power of two where it may be subnormal
+    up = tl.where(s_dec < 5.421010862427522e-20, LIFT, 1.0)
+    return scale, tl.minimum(reciprocal(product * up) * up, FLT_MAX)
+
+
+@triton.jit
+def mx_scales(block_amax, CEIL: tl.constexpr):
+    """As nvfp4_scales, for E8M0: exponents only. The encode factor is 2^-e, a multiplication by it exact."""
+    bits = bits_of(block_amax)
+    if CEIL:  # the least e with 6 * 2^e >= amax
+        least = tl.maximum(bits, 0x38D1B717)  # 1e-4
+        byte = (least >> 23) - 2 + ((least & 0x7FFFFF) > 0x400000).to(tl.int32)
+    else:
+        byte = tl.maximum((bits >> 23) - 2, 0)
+    byte = tl.minimum(byte, 254)
+    return tl.where(bits >= INFINITY_BITS, float("nan"), e8m0_value(byte)), e8m0_value(254 - byte)
+
+
+@triton.jit
+def e8m0_byte(scale):
+    """int32 bytes of float32 powers of two; NaN is 255."""
+    return tl.where(scale == scale, bits_of(scale) >> 23, 255)

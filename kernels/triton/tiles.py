@@ -1,0 +1,39 @@
+"""Launch configuration: which tile a program takes. Found by the sweep in experiments/2026-11-30_kernels on one H200.
+
+A tile spans the 16 (or 32) rows of one column block where there is a column form, and is wide enough for its warps to
+stand side by side: then all elements of a column block lie in one thread, and neither the block's amax nor the
+Hadamard butterflies cross threads.
+"""
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int
+    warps: int
+    vector: int = 0  # elements that a thread loads at once; 0: 16 bytes
+
+
+TABLE = {  # kind of work -> tile for a large tensor
+    "rows": Tile(16, 256, 4),
+    "square": Tile(16, 256, 4),
+    "columns": Tile(16, 512, 2),
+    "rotated": Tile(16, 512, 2),
+    "amax": Tile(16, 1024, 4),
+    "amax_rotated": Tile(16, 512, 2),
+    "decode": Tile(16, 512, 4),
+}
+AMAX_PROGRAMS = 132 * 8  # each walks down its columns: few enough that their atomics cost nothing
+
+
+def fit(kind: str, height: int, width: int, rows: int = 16) -> Tile:
+    """The tile of ``kind`` for a tensor [height, width]: at least ``rows`` rows, not much wider than the tensor."""
+    tile = TABLE[kind]
+    columns, warps = tile.columns, tile.warps
+    if rows > tile.rows:  # as many elements for a thread as before
+        columns //= 2
+    # a narrower tile where the last one of a row would be mostly padding
+    while columns > 64 and -(-width // columns) * columns > max(1.125 * width, 64):
+        columns, warps = columns // 2, max(1, warps // 2)
+    return Tile(max(tile.rows, rows), columns, warps, tile.vector)

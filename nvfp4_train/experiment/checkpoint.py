@@ -1,0 +1,144 @@
+"""Checkpoints that are there whole or not at all, and that know what they belong to.
+
+    checkpoint/step_00000400/
+        model.safetensors, config.json   a Hugging Face folder: can be the `model: {checkpoint: ...}` of an experiment
+        state.pt                         optimizer, random states, step, place in metrics.jsonl
+        checkpoint.json                  which experiment, arm, seed, recipe and model wrote it
+
+A folder is written under another name, flushed to the disk and then renamed; only then is the one before it deleted.
+A kill between any two instructions leaves either the old one, or both, or the new one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import nn
+
+from nvfp4_train.experiment.errors import ExperimentError, disk_faults
+
+PREFIX = "step_"
+
+
+def save(folder: Path, step: int, model: nn.Module, state: dict[str, Any], identity: dict[str, Any]) -> Path:
+    """Writes `folder`/step_<step> and removes older ones. ExperimentError when the disk is full: the old one stays."""
+    final, scratch = folder / f"{PREFIX}{step:08d}", folder / f"writing.{os.getpid()}"
+    # Serialised in memory: both libraries hide the reason when a write to the disk fails.
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    files = {
+        "model.safetensors": to_safetensors(_untied(model), metadata={"format": "pt"}),
+        "config.json": model.config.to_json_string(use_diff=False).encode(),
+        "state.pt": buffer.getbuffer(),
+        "checkpoint.json": json.dumps({"step": step, **identity}, indent=1).encode(),
+    }
+    with disk_faults(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left_over in folder.glob("writing.*"):
+                shutil.rmtree(left_over)
+            scratch.mkdir()
+            for name, content in files.items():
+                write_durably(scratch / name, content)
+            _flush_folder(scratch)
+            os.rename(scratch, final)
+            _flush_folder(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    for old in _all(folder):
+        if old != final:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None."""
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def load(path: Path, model: nn.Module, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Puts the weights into `model` and returns the state; refuses another experiment's file, and NaN weights."""
+    try:
+        found = json.loads((path / "checkpoint.json").read_text())
+        weights = load_file(path / "model.safetensors")
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # truncated or foreign files fail in as many ways as there are libraries
+        raise ExperimentError(
+            f"the checkpoint {path} cannot be read ({type(error).__name__}: {error}); delete it to begin anew"
+        ) from error
+    for key, wanted in identity.items():
+        if found.get(key) != wanted:
+            raise ExperimentError(
+                f"the checkpoint {path} belongs to another {key.replace('_', ' ')}: {_short(found.get(key))}, "
+                f"here it is {_short(wanted)}; choose another --out"
+            )
+    for name, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise ExperimentError(f"the checkpoint {path} is damaged: the weight {name} holds NaN or Inf; delete it")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if name not in _tied_names(model)]
+    if missing or unexpected:
+        raise ExperimentError(f"the checkpoint {path} belongs to another model: {', '.join(missing + unexpected)}")
+    return state
+
+
+def write_durably(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a small file in one step: a reader sees the old text or the new one."""
+    with disk_faults(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            write_durably(scratch, text.encode())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{PREFIX}*"))
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict with each shared tensor once: safetensors refuses the same memory under two names."""
+    tied = _tied_names(model)
+    return {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items() if n not in tied}
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Every name but the first of a parameter that has several."""
+    first: dict[int, str] = {}
+    return {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

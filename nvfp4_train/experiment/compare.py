@@ -1,0 +1,202 @@
+"""Runs every job of an experiment that is not finished, some at a time, each in a process of its own.
+
+A job that fails leaves the others alone. Stopping this process stops them too; the same command goes on later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from nvfp4_train.experiment.config import Experiment
+from nvfp4_train.experiment.errors import disk_faults
+from nvfp4_train.experiment.progress import Display
+from nvfp4_train.experiment.record import choose_device, job_folder, prepare_run
+from nvfp4_train.experiment.tracking import MetricsReader, check_wandb
+from nvfp4_train.experiment.train import read_result
+
+POLL_SECONDS = 0.3
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+GRACE_SECONDS = 5.0
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened here: after a fork little is safe to do
+# The control first, because its curve gives the others their gap; the noise floor last, because it is the shortest
+# job: what is left over at the end, when some of the cores are idle already, should be short.
+ROLE_ORDER = ("control", "arm", "noise_floor")
+
+
+@dataclass
+class JobState:
+    """One arm x seed as seen from outside."""
+
+    arm: str
+    role: str
+    seed: int
+    folder: Path
+    reader: MetricsReader
+    step: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out loss
+    process: subprocess.Popen | None = None
+    slot: int = 0
+    status: str = "waiting"  # waiting | running | finished | failed
+    exit_code: int = 0
+    message: str = ""
+
+    def update(self) -> None:
+        for line in self.reader.new_lines():
+            self.step = line["step"]
+            if line["kind"] == "train":
+                self.loss, self.tokens_per_s = line["loss"], line["tokens_per_s"]
+            elif line["kind"] == "eval":
+                self.evaluations[line["step"]] = line["loss"]
+
+
+def compare(experiment: Experiment, out: Path, console: Console) -> list[JobState]:
+    """Trains what is missing and returns every job; those that failed say why in `message`."""
+    check_wandb(experiment)
+    console.print(f"preparing {out}: text, models, record")
+    corpus = prepare_run(experiment, out)
+    console.print(
+        f"{corpus.info.train_tokens:,} training tokens and {corpus.info.held_out_tokens:,} held out, "
+        f"from {corpus.info.source}", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    jobs = sorted(_jobs(experiment, out), key=lambda job: (ROLE_ORDER.index(job.role), job.seed))
+    slots, environments = _slots(experiment)
+    with _stopped_like_an_interrupt(), Display(console, experiment, jobs) as display:
+        try:
+            _run(experiment, out, jobs, slots, environments, display)
+        finally:
+            _stop([job for job in jobs if job.process is not None])
+    return jobs
+
+
+def _jobs(experiment: Experiment, out: Path) -> list[JobState]:
+    jobs = []
+    for arm in experiment.all_arms:
+        for seed in experiment.seeds:
+            folder = job_folder(out, arm.name, seed)
+            job = JobState(arm.name, arm.role, seed, folder, MetricsReader(folder / "metrics.jsonl"))
+            job.update()
+            if (result := read_result(folder)) is not None:
+                job.status = result["status"]
+                if job.status == "failed":
+                    job.exit_code, job.message = 3, _told(result["failure"])
+            jobs.append(job)
+    return jobs
+
+
+def _told(failure: dict[str, Any]) -> str:
+    kept = failure["checkpoint"]
+    told = f"stopped at step {failure['step']}: {failure['tensor']}"
+    return f"{told}; the last good checkpoint is {kept}" if kept else told
+
+
+def _slots(experiment: Experiment) -> tuple[int, list[dict[str, str]]]:
+    """How many jobs run at a time, and the environment of each slot."""
+    threads = experiment.training.threads
+    if choose_device(experiment.training.device).type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        slots = experiment.jobs or len(gpus)
+        return slots, [{"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} for slot in range(slots)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slots = experiment.jobs or max(1, cores // threads)
+    return slots, [{"OMP_NUM_THREADS": str(threads)} for _ in range(slots)]
+
+
+def _run(experiment, out: Path, jobs: list[JobState], slots: int, environments: list[dict], display: Display) -> None:
+    waiting = [job for job in jobs if job.status == "waiting"]
+    free = list(range(slots))
+    running: list[JobState] = []
+    while waiting or running:
+        while waiting and free:
+            job = waiting.pop(0)
+            job.slot = free.pop(0)
+            _start(experiment, out, job, environments[job.slot])
+            running.append(job)
+            display.started(job)
+        time.sleep(POLL_SECONDS)
+        for job in list(running):
+            code = job.process.poll()
+            job.update()
+            if code is not None:
+                _settle(job, code)
+                running.remove(job)
+                free.append(job.slot)
+                display.ended(job)
+        display.refresh()
+
+
+def _start(experiment: Experiment, out: Path, job: JobState, environment: dict[str, str]) -> None:
+    command = [
+        sys.executable, "-m", "nvfp4_train.cli", "train", str(experiment.path),
+        "--arm", job.arm, "--seed", str(job.seed), "--out", str(out),
+    ]  # fmt: skip
+    with disk_faults(out):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        with open(job.folder / "log.txt", "wb") as log:
+            job.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **environment}, preexec_fn=_die_with_parent if _LIBC else None,
+            )  # fmt: skip
+    job.status = "running"
+
+
+def _die_with_parent() -> None:
+    """In the child: even a kill -9 of `compare` must not leave jobs behind that a second `compare` would run into."""
+    _LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def _settle(job: JobState, code: int) -> None:
+    """What became of a job whose process has ended."""
+    job.process = None
+    result = read_result(job.folder)
+    if code == 0 and result is not None:
+        job.status = "finished"
+        return
+    job.status, job.exit_code = "failed", code if code in (2, 3) else 1
+    if result is not None and result["failure"]:
+        job.message = _told(result["failure"])
+        return
+    lines = (job.folder / "log.txt").read_text(errors="replace").strip().splitlines()
+    last = lines[-1].removeprefix("error: ") if lines else "no output"
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    job.message = last if code == 2 else f"{how}: {last} (all of it in {job.folder / 'log.txt'})"
+
+
+def _stop(jobs: list[JobState]) -> None:
+    """Ends the processes of these jobs, and their children (wandb has one)."""
+    for wanted in (signal.SIGTERM, signal.SIGKILL):
+        for job in jobs:
+            with contextlib.suppress(ProcessLookupError):
+                if job.process.poll() is None:
+                    os.killpg(job.process.pid, wanted)
+        limit = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < limit and any(job.process.poll() is None for job in jobs):
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _stopped_like_an_interrupt():
+    """A scheduler's SIGTERM ends this process the way Ctrl-C does: with its jobs."""
+
+    def interrupt(_number, _frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,284 @@
+"""Text to tokens to batches.
+
+A corpus is a list of documents (files, rows of a dataset). Documents with equal content are kept once; a document is
+wholly training text or wholly held-out text, decided by the hash of its content, so the split is the same on every
+machine and no held-out text hides inside a training file. Tokens go to `OUT/data` once and are read from there.
+
+A batch is a pure function of (seed, step): there is no iterator whose state a checkpoint would have to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvfp4_train.experiment.config import DATA
+from nvfp4_train.experiment.errors import ExperimentError, disk_faults
+from nvfp4_train.experiment.randomness import generator
+from nvfp4_train.experiment.sources import documents, is_held_out_by_name, shard_files
+
+if TYPE_CHECKING:
+    from nvfp4_train.experiment.config import Experiment
+    from nvfp4_train.experiment.sections import DataSection
+
+BYTE_VOCABULARY = 256
+CHUNK = 1 << 22  # tokens looked at a time when a shard is checked
+
+
+class CorpusInfo(NamedTuple):
+    """What the record keeps of a corpus. `vocab_size` is None for shards, which do not say; see `bytes_per_token`."""
+
+    source: str
+    sha256: str
+    documents: int
+    train_tokens: int
+    held_out_tokens: int
+    bytes_per_token: float | None
+    vocab_size: int | None
+    train: list[str]
+    held_out: list[str]
+
+
+class Corpus:
+    """Training and held-out tokens on disk, cut into windows of `sequence_length` + 1 tokens."""
+
+    def __init__(self, info: CorpusInfo, sequence_length: int):
+        self.info = info
+        self.length = sequence_length
+        self._train = TokenFiles(info.train)
+        self._held_out = TokenFiles(info.held_out)
+
+    def train_batch(self, seed: int, step: int, part: int, batch: int, parts: int) -> Tensor:
+        """int64 [batch, sequence_length + 1]: microbatch `part` of `parts` of step `step` (0-based).
+
+        Each epoch visits every window once, in an order and at an offset drawn from (seed, epoch).
+        """
+        windows = (len(self._train) - self.length) // self.length  # one window fewer leaves room for the offset
+        first = (step * parts + part) * batch
+        starts = []
+        for number in range(first, first + batch):
+            epoch, place = divmod(number, windows)
+            order, offset = _epoch(seed, epoch, windows, self.length)
+            starts.append(int(order[place]) * self.length + offset)
+        return self._train.windows(starts, self.length + 1)
+
+    def held_out_batches(self, batch: int, count: int) -> list[Tensor]:
+        """At most `count` batches, int64 [<= batch, sequence_length + 1]: always the same first held-out windows."""
+        windows = min((len(self._held_out) - 1) // self.length, batch * count)
+        starts = [w * self.length for w in range(windows)]
+        return [self._held_out.windows(starts[i : i + batch], self.length + 1) for i in range(0, windows, batch)]
+
+
+@lru_cache(maxsize=2)
+def _epoch(seed: int, epoch: int, windows: int, length: int) -> tuple[np.ndarray, int]:
+    draws = generator("order", seed, epoch)
+    offset = int(torch.randint(0, length, (), generator=draws))
+    return torch.randperm(windows, generator=draws).numpy(), offset
+
+
+class TokenFiles:
+    """Several token files read as one array, without loading them."""
+
+    def __init__(self, paths: list[str]):
+        self._arrays = [open_tokens(Path(path)) for path in paths]
+        self._ends = np.cumsum([len(array) for array in self._arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._arrays) else 0
+
+    def windows(self, starts: list[int], length: int) -> Tensor:
+        rows = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(rows, starts, strict=True):
+            filled, file = 0, int(np.searchsorted(self._ends, start, side="right"))
+            begin = start - (int(self._ends[file - 1]) if file else 0)
+            while filled < length:
+                piece = self._arrays[file][begin : begin + length - filled]
+                row[filled : filled + len(piece)] = piece
+                filled, file, begin = filled + len(piece), file + 1, 0
+        return torch.from_numpy(rows)
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """A 1-D memory map: .npy of uint16 or uint32, .bin of uint16, .bin32 of uint32."""
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
+            raise ExperimentError(f"{path}: expected a 1-D array of uint16, found {tokens.dtype} {tokens.shape}")
+        return tokens
+    kind = np.uint32 if path.suffix == ".bin32" else np.uint16
+    size = path.stat().st_size
+    if size % np.dtype(kind).itemsize:
+        raise ExperimentError(f"{path}: {size} bytes are no whole number of {np.dtype(kind).name} tokens")
+    return np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, dtype=kind)
+
+
+class Tokenizer:
+    """`bytes`, or a tokenizer.json of the `tokenizers` library; `encode` appends the mark that ends a document."""
+
+    def __init__(self, experiment: Experiment):
+        data = experiment.data
+        self._tokenizer = self._end = None
+        self.vocab_size = BYTE_VOCABULARY
+        if (data.tokenizer or "bytes") == "bytes":
+            return
+        path = experiment.local(data.tokenizer)
+        if not path.is_file():
+            raise ExperimentError(f"data.tokenizer: there is no file {path}; write bytes or a path to a tokenizer.json")
+        try:
+            from tokenizers import Tokenizer as Fast
+
+            self._tokenizer = Fast.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ExperimentError(f"data.tokenizer: {path} is no tokenizer.json: {error}") from error
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        if data.end_of_document is not None:
+            self._end = self._tokenizer.token_to_id(data.end_of_document)
+            if self._end is None:
+                raise ExperimentError(f"data.end_of_document: {path} knows no token {data.end_of_document!r}")
+
+    @property
+    def dtype(self) -> type:
+        return np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+    def encode(self, text: bytes) -> np.ndarray:
+        if self._tokenizer is None:
+            return np.frombuffer(text + b"\0", dtype=np.uint8).astype(np.uint16)
+        ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+        return np.asarray(ids if self._end is None else [*ids, self._end], dtype=self.dtype)
+
+
+def load_corpus(experiment: Experiment, out: Path) -> Corpus:
+    """The corpus of an experiment, prepared below `out`/data at the first call; refuses one that is too short."""
+    folder = out / DATA
+    wanted = json.dumps(experiment.data.model_dump(mode="json"), sort_keys=True)
+    if not (folder / "corpus.json").is_file():
+        with disk_faults(out):
+            _prepare(experiment, folder, wanted)
+    kept = json.loads((folder / "corpus.json").read_text())
+    if kept.pop("settings") != wanted:
+        raise ExperimentError(f"{folder} holds another corpus; choose another --out")
+    info = CorpusInfo(**kept)
+    _refuse_short(experiment, info)
+    here = info._replace(
+        train=[str(folder / path) for path in info.train], held_out=[str(folder / path) for path in info.held_out]
+    )
+    return Corpus(here, experiment.data.sequence_length)
+
+
+def _prepare(experiment: Experiment, folder: Path, wanted: str) -> None:
+    """Writes `folder` whole or not at all; where another job was faster, its result stands."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="data.", dir=folder.parent))
+    try:
+        info = _from_shards(experiment) if experiment.data.shards else _from_text(experiment, scratch)
+        _refuse_short(experiment, info)
+        (scratch / "corpus.json").write_text(json.dumps({"settings": wanted, **info._asdict()}, indent=1))
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            if not (folder / "corpus.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _from_text(experiment: Experiment, scratch: Path) -> CorpusInfo:
+    data, tokenizer = experiment.data, Tokenizer(experiment)
+    digests: dict[bytes, int] = {}  # content -> bytes, in the order found, duplicates dropped
+    held_by_name: set[bytes] = set()
+    for name, text in documents(experiment):
+        digest = hashlib.sha256(text).digest()
+        if digests.setdefault(digest, len(text)) and is_held_out_by_name(experiment, name):
+            held_by_name.add(digest)
+    if not any(digests.values()):
+        raise ExperimentError(f"the corpus is empty: {_describe(data)} holds no text")
+    held = held_by_name if isinstance(data.held_out, list) else split(digests, data.held_out)
+    if not held or len(held) == len(digests):
+        raise ExperimentError(
+            f"the corpus cannot be split: held-out text is taken by whole files, and {_describe(data)} leaves "
+            f"{len(digests) - len(held)} for training and {len(held)} held out; add files or change data.held_out"
+        )
+    counts, held_bytes, left = {True: 0, False: 0}, 0, set(digests)
+    paths = {True: scratch / "held_out", False: scratch / "train"}
+    suffix = ".bin" if tokenizer.dtype is np.uint16 else ".bin32"
+    with open(f"{paths[False]}{suffix}", "wb") as train, open(f"{paths[True]}{suffix}", "wb") as held_out:
+        for _, text in documents(experiment):
+            digest = hashlib.sha256(text).digest()
+            if digest not in left:
+                continue
+            left.remove(digest)
+            tokens, is_held = tokenizer.encode(text), digest in held
+            (held_out if is_held else train).write(tokens.tobytes())
+            counts[is_held] += len(tokens)
+            held_bytes += len(text) if is_held else 0
+    return CorpusInfo(
+        source=_describe(data), sha256=hashlib.sha256(b"".join(digests)).hexdigest(), documents=len(digests),
+        train_tokens=counts[False], held_out_tokens=counts[True],
+        bytes_per_token=1.0 if tokenizer.vocab_size == BYTE_VOCABULARY else held_bytes / counts[True],
+        vocab_size=tokenizer.vocab_size, train=[f"train{suffix}"], held_out=[f"held_out{suffix}"],
+    )  # fmt: skip
+
+
+def split(digests: dict[bytes, int], fraction: float) -> set[bytes]:
+    """The held-out documents: by the order of their hashes, as many as fit into `fraction` of the bytes, at least 1."""
+    room = fraction * sum(digests.values())
+    held: set[bytes] = set()
+    for digest in sorted(digests):
+        if 0 < digests[digest] <= room:
+            room -= digests[digest]
+            held.add(digest)
+    return held or {min((d for d in digests if digests[d]), key=lambda d: digests[d])}
+
+
+def _from_shards(experiment: Experiment) -> CorpusInfo:
+    data = experiment.data
+    train, held_out = shard_files(experiment)
+    sha, counts = hashlib.sha256(), []
+    limit = (experiment.model.config or {}).get("vocab_size")
+    for files in (train, held_out):
+        counts.append(0)
+        for path in files:
+            tokens = open_tokens(path)
+            for i in range(0, len(tokens), CHUNK):
+                piece = np.ascontiguousarray(tokens[i : i + CHUNK])
+                sha.update(piece)
+                if limit is not None and int(piece.max()) >= limit:
+                    raise ExperimentError(f"{path}: token {int(piece.max())}, but model.config.vocab_size is {limit}")
+            counts[-1] += len(tokens)
+    return CorpusInfo(
+        source=_describe(data), sha256=sha.hexdigest(), documents=len(train) + len(held_out), train_tokens=counts[0],
+        held_out_tokens=counts[1], bytes_per_token=data.bytes_per_token, vocab_size=None,
+        train=[str(p) for p in train], held_out=[str(p) for p in held_out],
+    )  # fmt: skip
+
+
+def _describe(data: DataSection) -> str:
+    if data.source:
+        return "the Python standard library's sources"
+    if data.dataset:
+        return f"the dataset {data.dataset.path}"
+    return " ".join(data.files or data.shards)
+
+
+def _refuse_short(experiment: Experiment, info: CorpusInfo) -> None:
+    length, batch = experiment.data.sequence_length, experiment.training.batch_size
+    if info.train_tokens < (batch + 1) * length + 1:
+        raise ExperimentError(
+            f"the corpus is shorter than one batch: {info.train_tokens} training tokens, but batch_size {batch} x "
+            f"sequence_length {length} needs {(batch + 1) * length + 1}; give it more text or make the batch smaller"
+        )
+    if info.held_out_tokens < length + 1:
+        raise ExperimentError(
+            f"the held-out text is shorter than one sequence: {info.held_out_tokens} tokens, sequence_length {length}; "
+            "raise data.held_out or give it more text"
+        )

@@ -1,0 +1,122 @@
+"""The model of an experiment: any causal language model of transformers, from a config or a local folder.
+
+Initial weights come from a generator of their own, so every arm of a seed starts from the same bits.
+Nothing is ever downloaded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.experiment.randomness import generator, isolated
+from nvfp4_train.recipe_errors import did_you_mean
+
+if TYPE_CHECKING:
+    from nvfp4_train.experiment.config import Experiment
+
+BF16_FRACTION_BITS = 7
+
+
+def resolve_config(experiment: Experiment, vocab_size: int | None):
+    """The transformers config with the vocabulary filled in; refuses keys the architecture does not know."""
+    data, path = experiment.data, experiment.path
+    if experiment.model.checkpoint is not None:
+        folder = experiment.local(experiment.model.checkpoint)
+        if not (folder / "config.json").is_file():
+            raise ExperimentError(f"model.checkpoint: {folder} is not a Hugging Face folder (it has no config.json)")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        config = _config_from(dict(experiment.model.config), vocab_size, path)
+    if vocab_size is None and experiment.model.config is not None and "vocab_size" not in experiment.model.config:
+        raise ExperimentError(f"{path}: model.config.vocab_size is needed: shards do not say how large it is")
+    if vocab_size is not None and config.vocab_size < vocab_size:
+        raise ExperimentError(
+            f"{path}: the model's vocab_size is {config.vocab_size} but the tokens go up to {vocab_size - 1}: "
+            f"set model.config.vocab_size to {vocab_size} or more"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and longest < data.sequence_length:
+        raise ExperimentError(
+            f"{path}: data.sequence_length is {data.sequence_length} but the model reads at most {longest} tokens "
+            "(max_position_embeddings)"
+        )
+    return config
+
+
+def _config_from(settings: dict, vocab_size: int | None, path):
+    kind = settings.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ExperimentError(
+            f"{path}: model.config.model_type: transformers knows no {kind!r}{did_you_mean(str(kind), CONFIG_MAPPING)}"
+        )
+    cls = CONFIG_MAPPING[kind]
+    known = set(cls().to_dict()) | set(getattr(cls, "attribute_map", {}))
+    unknown = [
+        f"{key!r}{did_you_mean(key, known)}" for key in settings if key not in known and not key.startswith("_")
+    ]
+    if unknown:
+        raise ExperimentError(f"{path}: model.config: a {kind} config does not know {', '.join(unknown)}")
+    if vocab_size is not None:
+        settings.setdefault("vocab_size", vocab_size)
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # each architecture checks itself in its own way
+        raise ExperimentError(f"{path}: model.config: {error}") from error
+
+
+def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudged: bool = False) -> nn.Module:
+    """A float32 causal language model on the CPU whose weights depend on the seed only (and on `nudged`)."""
+    config = resolve_config(experiment, vocab_size)
+    kind = dict(attn_implementation=experiment.model.attention, dtype=torch.float32)
+    try:
+        with isolated(torch.device("cpu"), "weights", seed):
+            if experiment.model.checkpoint is not None:
+                folder = experiment.local(experiment.model.checkpoint)
+                model = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **kind)
+            else:
+                model = AutoModelForCausalLM.from_config(config, **kind)
+    except Exception as error:  # transformers has no common error for a config that cannot be built
+        raise ExperimentError(f"{experiment.path}: model: transformers cannot build it: {error}") from error
+    refuse_non_finite(model, experiment.model.checkpoint or "the freshly initialised model")
+    if nudged:
+        nudge(model, seed)
+    return model
+
+
+def refuse_non_finite(model: nn.Module, origin: str) -> None:
+    """Raises for the first weight that holds NaN or Inf."""
+    for name, tensor in model.named_parameters():
+        if not torch.isfinite(tensor).all():
+            raise ExperimentError(f"{origin}: the weight {name} holds NaN or Inf: use another checkpoint")
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, seed: int) -> None:
+    """Moves every weight by one bf16 ulp, up or down by a coin of its own seed: chaos alone, for the noise floor."""
+    coin = generator("nudge", seed)
+    for weight in model.parameters():
+        ulp = torch.ldexp(torch.ones_like(weight), torch.frexp(weight)[1] - 1 - BF16_FRACTION_BITS)
+        sign = torch.randint(0, 2, weight.shape, generator=coin, dtype=torch.float32) * 2 - 1
+        weight.add_(torch.where(weight == 0, torch.zeros_like(weight), sign * ulp))
+
+
+def learning_rate(experiment: Experiment, step: int) -> float:
+    """The rate of step `step` (0-based): linear warm-up, then cosine or warm-up-stable-decay to `decay_to`."""
+    t, total = experiment.training, experiment.total_steps
+    warm = round(t.warmup * total)
+    if step < warm:
+        return t.learning_rate * (step + 1) / warm
+    if t.schedule == "cosine":
+        done = (step - warm) / max(1, total - warm)
+        shape = 0.5 * (1.0 + math.cos(math.pi * done))
+    else:
+        decay = max(1, round(t.decay_fraction * total)) if t.decay_fraction else 0
+        shape = 1.0 if decay == 0 else min(1.0, (total - step) / decay)
+    return t.learning_rate * (t.decay_to + (1.0 - t.decay_to) * shape)
