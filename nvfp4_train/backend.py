@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from nvfp4_kernels import cublas
+
 QUANTIZE = ("reference", "triton")
 MATMUL = ("emulated", "native")
 
@@ -33,6 +35,8 @@ def choose(device: torch.device, request: str | None = None) -> Backend:
         )
     if quantize == "triton":
         _require_triton(device)
+    if device.type == "cuda" and cublas.available():
+        cublas.prepare(device)
     return Backend(quantize, matmul)
 
 

@@ -10,18 +10,43 @@ import time
 from collections.abc import Callable
 
 import torch
-from nvfp4_kernels.reference import quantize as reference
-from nvfp4_kernels.scheme import Scheme
 from torch import Tensor, nn
 
+from nvfp4_kernels.reference import quantize as reference
+from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
 from nvfp4_train.backend import choose
 from nvfp4_train.conversion import convert
+from nvfp4_train.experiment.config import Experiment
+from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.experiment.model import build_model
 from nvfp4_train.linear import QuantizedLinear, transposes_exactly
 from nvfp4_train.recipe import LinearPlan, load_recipe
 
 LINEAR_SHAPES = {"cuda": [(16384, 4096, 4096), (16384, 4096, 14336), (8192, 8192, 8192)], "cpu": [(1024, 256, 256)]}
 QUANTIZE_SHAPE = {"cuda": (8192, 8192), "cpu": (512, 512)}
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is a GPU if there is one. Raises ExperimentError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ExperimentError(f"device must be cpu, cuda or auto, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ExperimentError("device cuda is asked for, and this machine has none: choose --device cpu")
+    return torch.device(name)
+
+
+def parse_shapes(texts: list[str] | None, rank: int) -> list[tuple[int, ...]]:
+    """``["1024x256"]`` -> ``[(1024, 256)]``. Raises ExperimentError for another rank or a size below 1."""
+    shapes = []
+    for text in texts or ():
+        parts = text.lower().split("x")
+        if len(parts) != rank or not all(part.isdigit() and int(part) for part in parts):
+            raise ExperimentError(f"a shape here is {rank} positive numbers with x between them, not {text!r}")
+        shapes.append(tuple(int(part) for part in parts))
+    return shapes
 
 
 def machine(device: torch.device) -> dict:
@@ -57,16 +82,21 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def bench_linear(
-    recipe: str = "nvidia_nvfp4",
-    device: str = "cpu",
-    shapes: list[tuple[int, int, int]] | None = None,
-    weight_dtype: torch.dtype = torch.bfloat16,
+    recipe: str,
+    target: torch.device,
+    shapes: list[tuple[int, int, int]],
+    weights: str = "bfloat16",
     plain: bool = True,
     repeats: int = 20,
 ) -> list[dict]:
     """One row a shape (tokens, in, out): milliseconds and ratio to BF16 ``nn.Linear``, beside the recipe written in
-    plain PyTorch, eager and compiled (``plain``)."""
-    target = torch.device(device)
+    plain PyTorch, eager and compiled (``plain``). No shapes: the standard ones of the device.
+
+    Raises ExperimentError for ``weights`` other than bfloat16 or float32.
+    """
+    if weights not in ("bfloat16", "float32"):
+        raise ExperimentError(f"weights must be bfloat16 or float32, not {weights!r}")
+    weight_dtype = getattr(torch, weights)
     rows = []
     for tokens, n_in, n_out in shapes or LINEAR_SHAPES[target.type]:
         x = torch.randn(tokens, n_in, device=target, dtype=torch.bfloat16, requires_grad=True)
@@ -87,7 +117,7 @@ def bench_linear(
                 compiled = torch.compile(step)
                 functions["plain_compiled"] = lambda compiled=compiled, arguments=arguments: compiled(*arguments)
         seconds = median_seconds(functions, target, repeats)
-        row = {"tokens": tokens, "in": n_in, "out": n_out, "weights": str(weight_dtype).removeprefix("torch.")}
+        row = {"tokens": tokens, "in": n_in, "out": n_out, "weights": weights}
         row |= {f"{name}_ms": value * 1e3 for name, value in seconds.items()}
         row |= {f"{name}_ratio": value / seconds["bf16"] for name, value in seconds.items() if name != "bf16"}
         # both sides multiply the same matrices, so what the quantized side takes more is quantization
@@ -139,9 +169,8 @@ def _plain_product(a, b, amax_a, amax_b):
     return (torch.mm(a, b.T, out_dtype=torch.float32) * alpha).to(torch.bfloat16)
 
 
-def bench_quantize(device: str = "cpu", shape: tuple[int, int] | None = None, repeats: int = 20) -> list[dict]:
+def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, repeats: int = 20) -> list[dict]:
     """One row a kernel: bytes really read and written, GB/s, and the share of a device copy's rate in the same run."""
-    target = torch.device(device)
     rows, columns = shape or QUANTIZE_SHAPE[target.type]
     x = torch.randn(rows, columns, device=target, dtype=torch.bfloat16)
     seed = torch.tensor(7, device=target)
@@ -196,23 +225,23 @@ def _output_bytes(result: object) -> int:
 
 
 def bench_step(
-    build: Callable[[], nn.Module],
-    batch: Tensor,
-    recipe: str = "nvidia_nvfp4",
-    device: str = "cpu",
+    experiment: Experiment,
+    recipe: str,
+    target: torch.device,
     compiled: bool = False,
+    threads: int = 1,
     repeats: int = 10,
 ) -> dict:
-    """A training step (forward, backward, AdamW) of ``build()`` under the recipe against BF16.
-
-    ``batch``: token ids ``[sequences, length]``. Peak memory is measured on a GPU, one side at a time.
-    """
-    target = torch.device(device)
-    batch = batch.to(target)
+    """A training step (forward, backward, AdamW) of the experiment's model under the recipe against BF16, on random
+    tokens. Peak memory is measured on a GPU, one side at a time, beyond what stood there before the step."""
+    torch.set_num_threads(threads)
+    size = (experiment.training.batch_size, experiment.data.sequence_length)
+    vocabulary = (experiment.model.config or {}).get("vocab_size", 256)
+    batch = torch.randint(0, vocabulary, size, device=target)
     seconds, memory = {}, {}
     functions = {}
     for name in ("bf16", "quantized"):
-        model = build().to(target).train()
+        model = build_model(experiment, 0, vocabulary).to(target).train()
         if name == "quantized":
             convert(model, recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=target.type == "cuda")

@@ -109,6 +109,78 @@ def recipes(as_json: Json = False) -> None:
     typer.echo(json.dumps(rows, indent=1) if as_json else "\n".join(recipe_lines(rows)))
 
 
+bench_app = typer.Typer(help="Measure speed: ratios in one run, medians.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+RecipeName = Annotated[str, typer.Option("--recipe", help="a recipe's name or file")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto")]
+
+
+@bench_app.command("linear")
+@_told_plainly
+def bench_linear(
+    recipe: RecipeName = "nvidia_nvfp4",
+    device: Device = "auto",
+    shape: Annotated[list[str] | None, typer.Option(help="TOKENSxINxOUT, may be repeated")] = None,
+    weights: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+    plain: Annotated[bool, typer.Option(help="also the recipe in plain PyTorch, eager and compiled")] = True,
+    as_json: Json = False,
+) -> None:
+    """Fprop + Dgrad + Wgrad of one layer against BF16 nn.Linear."""
+    from nvfp4_train import benchmark
+
+    target = benchmark.choose_device(device)
+    rows = benchmark.bench_linear(recipe, target, benchmark.parse_shapes(shape, 3), weights, plain)
+    _show_rows(rows, benchmark.machine(target), as_json)
+
+
+@bench_app.command("quantize")
+@_told_plainly
+def bench_quantize(
+    device: Device = "auto",
+    shape: Annotated[str | None, typer.Option(help="ROWSxCOLUMNS")] = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes read and written by the quantize kernels over the copy rate of the same run."""
+    from nvfp4_train import benchmark
+
+    target = benchmark.choose_device(device)
+    shapes = benchmark.parse_shapes([shape] if shape else None, 2)
+    _show_rows(benchmark.bench_quantize(target, shapes[0] if shapes else None), benchmark.machine(target), as_json)
+
+
+@bench_app.command("step")
+@_told_plainly
+def bench_step(
+    experiment: ExperimentFile,
+    recipe: RecipeName = "nvidia_nvfp4",
+    device: Device = "auto",
+    compiled: Annotated[bool, typer.Option(help="torch.compile on both sides")] = False,
+    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
+    as_json: Json = False,
+) -> None:
+    """A training step of the experiment's model, recipe against BF16."""
+    from nvfp4_train import benchmark
+    from nvfp4_train.experiment.config import load_experiment
+
+    target = benchmark.choose_device(device)
+    row = benchmark.bench_step(load_experiment(experiment), recipe, target, compiled, threads)
+    _show_rows([row], benchmark.machine(target), as_json)
+
+
+def _show_rows(rows: list[dict[str, Any]], machine: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"machine": machine, "rows": rows}, indent=1))
+        return
+    from rich.table import Table
+
+    table = Table(caption=", ".join(f"{key} {value}" for key, value in machine.items()))
+    for key in rows[0]:
+        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    _console(False).print(table)
+
+
 def _show_report(out: Path, console: Console, as_json: bool) -> None:
     from nvfp4_train.experiment.errors import ExperimentError, disk_faults
     from nvfp4_train.experiment.report import render, summary, summary_table

@@ -9,6 +9,7 @@ order of the float32 sums.
 import torch
 from torch import Tensor
 
+from nvfp4_kernels import cublas
 from nvfp4_train import ledger
 from nvfp4_train.backend import choose
 from nvfp4_train.quantization import QuantizedTensor
@@ -81,10 +82,8 @@ def _matmul_into_op(
     gemm: str, a_scheme: str, b_scheme: str, backend: str,
 ) -> None:  # fmt: skip
     ledger.count_matmul(where, gemm, a_scheme, b_scheme, backend, 2 * a.shape[0] * b.shape[0] * a.shape[1])
-    if _has_triton_gemm(a):
-        from nvfp4_kernels.triton.gemm import scaled_matmul
-
-        scaled_matmul(a, b, alpha, out_dtype=torch.float32, out=out, accumulate=True)
+    if a.device.type == "cuda" and cublas.available():
+        cublas.scaled_matmul(a, b, alpha, torch.float32, accumulate_into=out)
     else:
         out += _emulated(a, b, alpha, torch.float32)
 
@@ -99,17 +98,11 @@ def _emulated(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype
     with torch.autocast(a.device.type, enabled=False):
         if a.device.type == "cpu":
             product = _cpu_product(a, b)
-        elif _has_triton_gemm(a):
-            from nvfp4_kernels.triton.gemm import scaled_matmul
-
-            return scaled_matmul(a, b, alpha, out_dtype=out_dtype)
+        elif cublas.available():
+            return cublas.scaled_matmul(a, b, alpha, out_dtype)
         else:
             product = torch.mm(a, b.T, out_dtype=torch.float32)
         return (product if alpha is None else product.mul_(alpha)).to(out_dtype)
-
-
-def _has_triton_gemm(a: Tensor) -> bool:
-    return a.device.type == "cuda" and choose(a.device).quantize == "triton"
 
 
 def _cpu_product(a: Tensor, b: Tensor) -> Tensor:

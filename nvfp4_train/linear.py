@@ -12,9 +12,9 @@ What forward keeps for backward is packed: about 0.57 bytes for an element of x 
 """
 
 import torch
-from nvfp4_kernels.scheme import Scheme
 from torch import Tensor, nn
 
+from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
 from nvfp4_train.backend import Backend, choose
 from nvfp4_train.gemm import matmul
@@ -91,7 +91,7 @@ def transposes_exactly(plan: LinearPlan) -> bool:
 
 
 def _save(ctx, xt_q, kept_weight, seed, main_grad) -> None:
-    """Tensors go through ``save_for_backward`` (hooks, checkpointing and leak checks see them), the rest stays plain."""
+    """Tensors go through ``save_for_backward`` (hooks and checkpointing see them there), the rest stays plain."""
     ctx.kept = []
     tensors = []
     for item in (xt_q, kept_weight):

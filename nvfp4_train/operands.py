@@ -7,9 +7,9 @@ written down, all faults at once, each with its key path and its reason.
 from functools import partial
 from typing import Annotated, Any
 
-from nvfp4_kernels.scheme import Scheme
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.formats import FORMATS
 from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, listed, nearest, one_of
 

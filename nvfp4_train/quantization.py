@@ -7,11 +7,11 @@ read of ``x``; a layer needs its input and its gradient in both forms.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.scheme import Scheme
-from torch import Tensor
-
 from nvfp4_train import ledger
 from nvfp4_train.backend import choose
 from nvfp4_train.recipe import OperandSpec

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from nvfp4_kernels.scheme import Scheme
 from pydantic import Field, ValidationInfo, field_validator
 
+from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.operands import BF16, Dgrad, DgradSpec, Fprop, FpropSpec, GemmSpec, OperandSpec, Wgrad, WgradSpec
 from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, did_you_mean, listed, read_yaml
 from nvfp4_train.selection import KeepBF16

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+
 from nvfp4_kernels.reference.codecs import E2M1_VALUES, e4m3_decode
 from nvfp4_kernels.reference.quantize import quantize
 from nvfp4_kernels.scheme import Scheme

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from nvfp4_kernels.reference import codecs
 
 FLOATS = st.floats(width=32, allow_nan=False)

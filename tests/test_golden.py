@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from nvfp4_kernels.reference.codecs import E2M1_VALUES
 from nvfp4_kernels.reference.hadamard import rotate, signs
 from nvfp4_kernels.reference.quantize import decode, dequantize, global_amax, quantize

@@ -27,7 +27,7 @@ def test_triton_and_reference_layers_agree(recipe, sizes, dtype):
     triton = make(n_in, n_out, recipe, dtype=dtype).cuda()
     plain = nt.QuantizedLinear.from_linear(triton, recipe, "plain", "reference+emulated")
     assert triton.backend.quantize == "triton" and plain.backend.quantize == "reference"
-    x, dy = torch.randn(tokens, n_in, device="cuda", dtype=dtype), torch.randn(tokens, n_out, device="cuda", dtype=dtype)
+    x, dy = (torch.randn(tokens, n, device="cuda", dtype=dtype) for n in (n_in, n_out))
     first = [t.clone() for t in run(triton, x, dy)]
     for a, b in zip(first, run(plain, x, dy), strict=True):
         spread = (a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from nvfp4_kernels.reference.hadamard import rotate, signs
 from nvfp4_kernels.scheme import SIGN_MASK
 

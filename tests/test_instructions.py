@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,11 @@ from nvfp4_kernels.instructions import mma_instructions  # noqa: E402
 
 # a kernel that the interpreter decorated cannot be compiled: hence a process of its own
 COMPILE = """
-import json
+import json, sys
 from dataclasses import asdict
 from nvfp4_kernels.instructions import compile_for, report
-from nvfp4_kernels.triton.gemm import Config, TILES, compile_arguments, gemm_kernel
+sys.path.insert(0, sys.argv[1])
+from triton_gemm import Config, TILES, compile_arguments, gemm_kernel
 
 def compiled(target, config, *arguments):
     signature, constexprs = compile_arguments(config, *arguments)
@@ -37,7 +39,8 @@ REST_OF_SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 
 @pytest.fixture(scope="module")
 def reports():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    folder = Path(__file__).parent.parent / "experiments" / "2026-11-30_kernels"
+    done = subprocess.run([sys.executable, "-c", COMPILE, str(folder)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

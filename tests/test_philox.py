@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from nvfp4_kernels.reference import philox
 from nvfp4_kernels.reference.philox import philox4x32_7, random16
 

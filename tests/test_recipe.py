@@ -7,8 +7,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from nvfp4_kernels.scheme import Scheme
 
+from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.recipe import LinearPlan, OperandSpec, load_recipe, recipe_names, recipe_text
 from nvfp4_train.selection import Blocks
 

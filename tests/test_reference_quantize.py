@@ -4,13 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantize_oracle import both_axes, gaussian, oracle, same
+
 from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.reference.codecs import unpack
 from nvfp4_kernels.reference.hadamard import rotate
 from nvfp4_kernels.reference.philox import random16
 from nvfp4_kernels.reference.quantize import FLT_MAX, decode, dequantize, global_amax, quantize
 from nvfp4_kernels.scheme import Scheme
-from quantize_oracle import both_axes, gaussian, oracle, same
 
 ROW, TILE, STOCHASTIC = Scheme(), Scheme(block=(16, 16)), Scheme(rounding="stochastic")
 FLOOR, CEIL = (Scheme(scale="e8m0", rule=rule, block=(1, 32)) for rule in ("floor", "ceil"))

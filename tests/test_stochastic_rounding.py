@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from quantize_oracle import gaussian, same
+
 from nvfp4_kernels.reference.codecs import e4m3_decode
 from nvfp4_kernels.reference.quantize import global_amax, quantize
 from nvfp4_kernels.scheme import Scheme
-from quantize_oracle import gaussian, same
 
 ROW, STOCHASTIC = Scheme(), Scheme(rounding="stochastic")
 

@@ -122,7 +122,8 @@ def test_non_finite_input_is_nan_and_never_a_number(schemes, value):
 
 
 def test_ties_go_to_the_even_code():
-    values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -0.0])
+    positive = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    values = torch.tensor([*positive, 6.0, *(-value for value in positive), -0.0])
     x = values.repeat(16, 1).to(DEVICE)
     amax = torch.tensor(6.0 * 448, device=DEVICE)  # S_enc is 1, the block's scale 1
     rows, _ = kernels.quantize(x, Scheme(), None, amax_rows=amax, rows_form="both")

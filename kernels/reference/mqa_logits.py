@@ -15,11 +15,12 @@ Source of the function: DeepSeek-V3.2 (arXiv:2512.02556), section on the lightni
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+
 from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.reference import codecs
 from nvfp4_kernels.reference.quantize import ENCODE_RANGE, decode, quantize
 from nvfp4_kernels.scheme import Scheme
-from torch import Tensor
 
 SCORES_AT_ONCE = {"cpu": 1 << 21}  # float32 scores of one chunk: on a CPU what its cache holds
 SCORES_AT_ONCE_ELSEWHERE = 1 << 26
@@ -48,7 +49,7 @@ def mqa_logits(
     queries, keys, factor = _operands(q, k, scheme, weights)
     count, width = len(keys), len(keys) if max_seqlen_k is None else max_seqlen_k
     out = torch.empty(len(queries), width, dtype=out_dtype, device=weights.device)
-    for rows in _chunks(len(queries), weights.shape[1] * count, weights.device):
+    for rows in query_chunks(len(queries), weights.shape[1] * count, weights.device):
         logits = _weighted(queries[rows].float() @ keys.T, weights[rows], factor)
         inside, source = _window(ks[rows], ke[rows], count, max_seqlen_k)
         if source is not None:
@@ -76,7 +77,7 @@ def mqa_logits_backward(
     q_scale, k_scale = _global_scale(q), _global_scale(k)
     dq = torch.empty(queries.shape, dtype=torch.float32, device=weights.device)
     dk, dweights = torch.zeros_like(keys), torch.empty_like(weights)
-    for rows in _chunks(len(queries), 2 * weights.shape[1] * len(keys), weights.device):
+    for rows in query_chunks(len(queries), 2 * weights.shape[1] * len(keys), weights.device):
         inside, _ = _window(ks[rows], ke[rows], len(keys), None)
         dlogits = _dense_grad(grad[rows].float(), inside, ks[rows], max_seqlen_k)
         query = queries[rows].float()
@@ -99,7 +100,7 @@ def mqa_logits_at(
     """``out_dtype [M, K]``: the logits of the keys ``indices [M, K]`` only (the top-k form); -inf outside [0, N)."""
     queries, keys, factor = _operands(q, k, scheme, weights)
     out = torch.empty(indices.shape, dtype=out_dtype, device=weights.device)
-    for rows in _chunks(len(queries), indices.shape[1] * sum(queries.shape[1:]), weights.device):
+    for rows in query_chunks(len(queries), indices.shape[1] * sum(queries.shape[1:]), weights.device):
         chosen, inside, _ = _choose(keys, indices[rows])
         logits = _weighted(queries[rows].float() @ chosen.transpose(1, 2), weights[rows], factor)
         out[rows] = logits.masked_fill_(~inside, -torch.inf)
@@ -114,7 +115,7 @@ def mqa_logits_at_backward(
     q_scale, k_scale = _global_scale(q), _global_scale(k)
     dq = torch.empty(queries.shape, dtype=torch.float32, device=weights.device)
     dk, dweights = torch.zeros_like(keys), torch.empty_like(weights)
-    for rows in _chunks(len(queries), 2 * indices.shape[1] * sum(queries.shape[1:]), weights.device):
+    for rows in query_chunks(len(queries), 2 * indices.shape[1] * sum(queries.shape[1:]), weights.device):
         chosen, inside, index = _choose(keys, indices[rows])
         query = queries[rows].float()
         scores = query @ chosen.transpose(1, 2)
@@ -154,7 +155,7 @@ def paged_mqa_logits(
             continue
         bytes_ = cache[block_table[index, : -(-length // page)].long()].flatten(1)
         codes = bytes_[:, : page * half].reshape(-1, half)[:length]
-        scales = bytes_[:, page * half :].reshape(codes.shape[1] and -1, cache.shape[3] - half)[:length]
+        scales = bytes_[:, page * half :].reshape(-1, cache.shape[3] - half)[:length]
         keys = Quantized(codes, scales[:, : 2 * half // scheme.block[1]].contiguous(), None, cache_amax)
         rows = slice(index * each, (index + 1) * each)
         query = slice(index * each * heads, (index + 1) * each * heads)
@@ -247,7 +248,7 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
         total.index_put_((index,), rows, accumulate=True)
 
 
-def _chunks(queries: int, scores_each: int, device: torch.device) -> Iterator[slice]:
+def query_chunks(queries: int, scores_each: int, device: torch.device) -> Iterator[slice]:
     """Slices of the queries whose scores together stay in bounds, one query at the least."""
     budget = SCORES_AT_ONCE.get(device.type, SCORES_AT_ONCE_ELSEWHERE)
     step = max(1, budget // max(scores_each, 1))

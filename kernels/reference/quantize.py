@@ -18,12 +18,13 @@ column form, of x.T, along I, and hands back transposed views.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.reference import codecs
 from nvfp4_kernels.reference.hadamard import rotate
 from nvfp4_kernels.reference.philox import random16
 from nvfp4_kernels.scheme import Scheme
-from torch import Tensor
 
 FLT_MAX = float.fromhex("0x1.fffffep127")
 ENCODE_RANGE = codecs.E4M3_LARGEST * codecs.E2M1_LARGEST  # 2688

@@ -6,10 +6,10 @@ to the largest value alone.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_kernels.triton import codecs, tiles
 from nvfp4_kernels.triton.hadamard import butterflies
@@ -26,26 +26,26 @@ def _publish(out, largest, FACTOR: tl.constexpr, ROTATED: tl.constexpr):
 
 @triton.jit
 def amax_kernel(
-    x_ptr, out, I, J, stride, strips,
+    x_ptr, out, height, width, stride, strips,
     BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, PLAIN: tl.constexpr,
     ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """out: int32 [3] zeros, for the amax of x, of x rotated along its rows, of x rotated along its columns."""
-    tiles_j = tl.cdiv(J, BJ)
+    tiles_j = tl.cdiv(width, BJ)
     j = (tl.program_id(0) % tiles_j) * BJ + tl.arange(0, BJ)
     first = tl.program_id(0) // tiles_j
     i = tl.arange(0, BI)
     plain = tl.zeros((BJ,), tl.float32)
     by_rows = tl.zeros((BJ,), tl.float32)
     by_columns = tl.zeros((BJ,), tl.float32)
-    for strip in range(first, tl.cdiv(I, BI), strips):
+    for strip in range(first, tl.cdiv(height, BI), strips):
         row = strip * BI + i
         pointers = x_ptr + row.to(tl.int64)[:, None] * stride + j[None, :]
         if EVEN:
             x = tl.load(pointers)
         else:
-            x = tl.load(pointers, mask=(row < I)[:, None] & (j < J)[None, :], other=0)
+            x = tl.load(pointers, mask=(row < height)[:, None] & (j < width)[None, :], other=0)
         x = codecs.to_float32(x, BF16_BITS)
         if PLAIN:
             plain = codecs.nan_maximum(plain, codecs.largest_magnitude(x, 0))

@@ -87,21 +87,41 @@ def bfloat16_bits(x):
 
 
 @triton.jit
-def e2m1_nearest(y):
-    """Round to the E2M1 grid, ties to the even code, clamped to +-6; the sign stays, also of a zero."""
+def _shifted(y):
+    """(2^23 grid steps, the same plus |y| clamped to 6): no bits below a step are left, so the addition rounds."""
     magnitude = tl.minimum(tl.abs(y), 6.0)
-    # Adding 2^23 grid steps leaves no bits below a step, so the addition itself rounds. 2^22 * 2^e is that much.
-    exponent = float_of(bits_of(tl.maximum(magnitude, 1.0)) & INFINITY_BITS)
-    grid = tl.fma(exponent, -4194304.0, tl.fma(exponent, 4194304.0, magnitude))
-    return float_of(bits_of(grid) | (bits_of(y) & SIGN))
+    exponent = float_of(bits_of(tl.maximum(magnitude, 1.0)) & INFINITY_BITS)  # 2^e; the step is 2^-1 * 2^e
+    return exponent, tl.fma(exponent, 4194304.0, magnitude)
 
 
 @triton.jit
-def e2m1_stochastic(y, r16, EIGHT_BITS: tl.constexpr):
-    """Round to the E2M1 grid, away from zero iff r < floor(frac * 2^16), or 2^8 with the high half of r.
+def e2m1_nearest(y):
+    """Round to the E2M1 grid, ties to the even code, clamped to +-6; the sign stays, also of a zero."""
+    exponent, shifted = _shifted(y)
+    return float_of(bits_of(tl.fma(exponent, -4194304.0, shifted)) | (bits_of(y) & SIGN))
 
-    ``r16``: int16 bits of the draws. Returns value * 2^-126, whose top bits are the code: the carry of the inverted
-    draw into them is the rounding.
+
+@triton.jit
+def e2m1_nearest_code(y):
+    """uint32 codes 0..15 of e2m1_nearest(y)."""
+    _, shifted = _shifted(y)
+    bits = bits_of(shifted)
+    # low bits: |y| in steps; a code is that plus 2 for each e, and (bits >> 22) is 2 e + 298
+    magnitude = (bits + (bits >> 22) - 298).to(tl.uint32, bitcast=True)
+    return _with_sign(magnitude, y)
+
+
+@triton.jit
+def _with_sign(magnitude, y):
+    """magnitude's low three bits and the sign of y, in one three-input operation."""
+    return (magnitude & 7) | ((y.to(tl.uint32, bitcast=True) >> 28) & 0xFFFFFFF8)
+
+
+@triton.jit
+def e2m1_stochastic(y, up16, EIGHT_BITS: tl.constexpr):
+    """Round to the E2M1 grid, away from zero iff r < floor(frac * 2^16), or 2^8 with the high half of the draw r.
+
+    ``up16``: int16 bits of 2^16 - 1 - r. Returns value * 2^-126, whose top bits are the code: up16 carries into them.
     """
     magnitude = tl.abs(y)
     if INTERPRETED:
@@ -113,65 +133,54 @@ def e2m1_stochastic(y, r16, EIGHT_BITS: tl.constexpr):
                 "mul.rz.f32 $0, $1, 0f00800000;", "=f,f", [magnitude], dtype=tl.float32, is_pure=True, pack=1
             )
         )
-    carry = (~(r16.to(tl.int32) << 6)) & (0x3FC000 if EIGHT_BITS else 0x3FFFC0)
+    carry = (up16.to(tl.int32) & (0xFF00 if EIGHT_BITS else 0xFFFF)) << 6
     bits = tl.minimum(bits + carry, 7 << 22) & 0x7FC00000
     return float_of(bits | (bits_of(y) & SIGN))
 
 
 @triton.jit
-def stochastic_operand(y, r16, scale_bits, EIGHT_BITS: tl.constexpr):
+def stochastic_operand(y, up16, scale_bits, EIGHT_BITS: tl.constexpr):
     """int16 bits of bfloat16(e2m1_stochastic(y) * scale), ``scale_bits`` being the scale's. Two elements at a time.
 
-    The same steps as above; from the clamp on, both elements share a register, and bfloat16 holds every value exactly.
+    The same steps as above. ``dp2a`` picks one of two 16-bit numbers, shifts and adds it in one instruction; from there
+    on both elements share a register, where bfloat16 holds every value exactly.
     """
-    MASK: tl.constexpr = "0x3FC000" if EIGHT_BITS else "0x3FFFC0"
     HEAD: tl.constexpr = """{
         .reg .f32 a, b;
-        .reg .b32 m, n, u, v, p, q;
-        abs.f32 a, $1;
-        abs.f32 b, $2;
-        mul.rz.f32 a, a, 0f00800000;
-        mul.rz.f32 b, b, 0f00800000;
-        shl.b32 u, $3, 6;
-        shr.u32 v, $3, 10;
-        not.b32 u, u;
-        not.b32 v, v;
-        and.b32 u, u, """
-    MIDDLE: tl.constexpr = """;
-        and.b32 v, v, """
-    TAIL: tl.constexpr = """;
+        .reg .b32 m, n, p, u, v;
+        mul.rz.f32 a, $1, 0f00800000;
+        mul.rz.f32 b, $2, 0f00800000;
         mov.b32 m, a;
         mov.b32 n, b;
-        add.s32 m, m, u;
-        add.s32 n, n, v;
+        and.b32 u, $3, """
+    TAIL: tl.constexpr = """;
+        dp2a.lo.u32.u32 m, u, 0x0040, m;
+        dp2a.lo.u32.u32 n, u, 0x4000, n;
         prmt.b32 p, m, n, 0x7632;
+        and.b32 p, p, 0xFFC0FFC0;
         mov.b32 u, 0x01C001C0;
         min.bf16x2 p, p, u;
-        mov.b32 m, $1;
-        mov.b32 n, $2;
-        prmt.b32 q, m, n, 0x7632;
-        and.b32 q, q, 0x80008000;
-        and.b32 p, p, 0x7FC07FC0;
-        or.b32 p, p, q;
+        mov.b32 u, 0x81C081C0;
+        max.bf16x2 p, p, u;
         mov.b32 u, 0x7E807E80;
         mov.b32 v, 0x80008000;
         fma.rn.bf16x2 p, p, u, v;
         fma.rn.bf16x2 $0, p, $4, v;
     }"""
     if INTERPRETED:
-        value = e2m1_stochastic(y, r16, EIGHT_BITS) * TWO_P126
+        value = e2m1_stochastic(y, up16, EIGHT_BITS) * TWO_P126
         return bfloat16_bits(value * float_of(scale_bits.to(tl.int32) << 16))
     else:
+        MASK: tl.constexpr = "0xFF00FF00" if EIGHT_BITS else "0xFFFFFFFF"
         return tl.inline_asm_elementwise(
-            HEAD + MASK + MIDDLE + MASK + TAIL, "=r,f,f,r,r", [y, r16, scale_bits], dtype=tl.int16, is_pure=True, pack=2
+            HEAD + MASK + TAIL, "=r,f,f,r,r", [y, up16, scale_bits], dtype=tl.int16, is_pure=True, pack=2
         )
 
 
 @triton.jit
 def e2m1_code(shrunk):
     """uint32 codes 0..15 of float32 values on the E2M1 grid times 2^-126."""
-    bits = shrunk.to(tl.uint32, bitcast=True)
-    return ((bits >> 22) & 7) | ((bits >> 28) & 0xFFFFFFF8)  # one three-input operation
+    return _with_sign(shrunk.to(tl.uint32, bitcast=True) >> 22, shrunk)
 
 
 @triton.jit
@@ -248,13 +257,22 @@ def nvfp4_global(amax):
 
 
 @triton.jit
-def nvfp4_scales(block_amax, s_enc_6, s_dec, lift):
+def is_ordinary(s_dec, lift):
+    """Whether nvfp4_scales may leave out its steps for tensors of tiny amax."""
+    return not ((lift != 1.0) | (s_dec < 5.421010862427522e-20))  # 2^-64; so NaN is ordinary
+
+
+@triton.jit
+def nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY: tl.constexpr):
     """(float32 scale, float32 encode factor) of each block. The scale is NaN where the block or the tensor is."""
-    # the second term makes a NaN of Inf
-    scale = e4m3_nearest((block_amax * lift) * s_enc_6 + block_amax * 0.0)
-    product = scale * s_dec  # at least 2^-149, at most 2^125.4; moved by a power of two where it may be subnormal
-    up = tl.where(s_dec < 5.421010862427522e-20, LIFT, 1.0)
-    return scale, tl.minimum(reciprocal(product * up) * up, FLT_MAX)
+    not_finite = block_amax * 0.0  # NaN or 0
+    if ORDINARY:
+        scale = e4m3_nearest(block_amax * s_enc_6 + not_finite)
+        return scale, tl.minimum(reciprocal(scale * s_dec), FLT_MAX)
+    else:
+        scale = e4m3_nearest((block_amax * lift) * s_enc_6 + not_finite)
+        product = scale * s_dec  # at least 2^-149, at most 2^125.4; moved by a power of two where it may be subnormal
+        return scale, tl.minimum(reciprocal(product * LIFT) * LIFT, FLT_MAX)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Decode packed codes to the BF16 operand of a GEMM, in the layout they have: rows packed along memory, or columns."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_kernels.triton import codecs, tiles
 from nvfp4_kernels.triton.amax import on_device, require_device

@@ -2,19 +2,18 @@
 
 import triton
 import triton.language as tl
-
 from nvfp4_kernels.triton import codecs
 
 
 @triton.jit
 def rotate(x, N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ALONG_ROWS: tl.constexpr):
     """Every N neighbours of float32 ``x`` [I, J] transformed and rounded to bfloat16 (held in float32)."""
-    I: tl.constexpr = x.shape[0]
-    J: tl.constexpr = x.shape[1]
+    HEIGHT: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
     x = butterflies(x, N, MASK, ALONG_ROWS)
     # Apart and together again: neighbours along memory become neighbouring registers, two of which are rounded at once.
-    a, b = tl.split(tl.reshape(x, (I, J // 2, 2)))
-    return codecs.round_to_bfloat16(tl.reshape(tl.join(a * FACTOR, b * FACTOR), (I, J)))
+    a, b = tl.split(tl.reshape(x, (HEIGHT, WIDTH // 2, 2)))
+    return codecs.round_to_bfloat16(tl.reshape(tl.join(a * FACTOR, b * FACTOR), (HEIGHT, WIDTH)))
 
 
 @triton.jit
@@ -23,17 +22,17 @@ def butterflies(x, N: tl.constexpr, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr
 
     ``ALONG_ROWS``: neighbours within a row (axis 1), else within a column (axis 0).
     """
-    I: tl.constexpr = x.shape[0]
-    J: tl.constexpr = x.shape[1]
-    LENGTH: tl.constexpr = J if ALONG_ROWS else I
-    INNER: tl.constexpr = 1 if ALONG_ROWS else J  # elements between two neighbours
+    HEIGHT: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    LENGTH: tl.constexpr = WIDTH if ALONG_ROWS else HEIGHT
+    INNER: tl.constexpr = 1 if ALONG_ROWS else WIDTH  # elements between two neighbours
     index = tl.arange(0, LENGTH) & (N - 1)
     signs = 1.0 - 2.0 * ((MASK >> index) & 1).to(tl.float32)
     x = x * (signs[None, :] if ALONG_ROWS else signs[:, None])
     LOG_N: tl.constexpr = N.bit_length() - 1
     for stage in tl.static_range(LOG_N):
         x = _stage(x, INNER * 2**stage)
-    return tl.reshape(x, (I, J))
+    return tl.reshape(x, (HEIGHT, WIDTH))
 
 
 @triton.jit

@@ -27,20 +27,20 @@ def philox4x32_7(c0, c1, k0, k1):
 
 
 @triton.jit
-def draws(seed, stream, row, column, J, BI: tl.constexpr, BJ: tl.constexpr, BY_EIGHTS: tl.constexpr):
-    """int16 bits [BI, BJ] of the 16-bit numbers of the tile whose corner is (row int64, column), J columns in all."""
+def inverted_draws(seed, stream, row, column, width, BI: tl.constexpr, BJ: tl.constexpr, BY_EIGHTS: tl.constexpr):
+    """int16 bits [BI, BJ] of 2^16 - 1 - r, r being the draws of the tile at (row int64, column), width columns in all."""
     k0 = seed.to(tl.uint32)
     k1 = stream.to(tl.uint32)
     rows = (row + tl.arange(0, BI))[:, None]
     if BY_EIGHTS:
-        call = rows * (J // 8) + (column // 8 + tl.arange(0, BJ // 8))[None, :]
+        call = rows * (width // 8) + (column // 8 + tl.arange(0, BJ // 8))[None, :]
         w0, w1, w2, w3 = philox4x32_7(call.to(tl.uint32), (call >> 32).to(tl.uint32), k0, k1)
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BI, BJ / 8, 2, 2]
+        words = ~tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BI, BJ / 8, 2, 2]
         return tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), (BI, BJ))
     else:
-        element = rows * J + (column + tl.arange(0, BJ))[None, :]
+        element = rows * width + (column + tl.arange(0, BJ))[None, :]
         call = element >> 3
         lane = (element & 7).to(tl.int32)
         w0, w1, w2, w3 = philox4x32_7(call.to(tl.uint32), (call >> 32).to(tl.uint32), k0, k1)
-        word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
+        word = ~tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         return tl.where((lane & 1) == 0, word, word >> 16).to(tl.int16)

@@ -12,14 +12,15 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
-    vector: int = 0  # elements that a thread loads at once; 0: 16 bytes
+    vector: int = 0  # neighbours of a row in one thread, for the column form; 0: 16 bytes of them
+    registers: int | None = None  # a limit for a thread, so that more of them run at once
 
 
 TABLE = {  # kind of work -> tile for a large tensor
     "rows": Tile(16, 256, 4),
     "square": Tile(16, 256, 4),
-    "columns": Tile(16, 512, 2),
-    "rotated": Tile(16, 512, 2),
+    "columns": Tile(16, 256, 2, 4),
+    "columns_packed": Tile(16, 512, 2),
     "amax": Tile(16, 1024, 4),
     "amax_rotated": Tile(16, 512, 2),
     "decode": Tile(16, 512, 4),
@@ -36,4 +37,4 @@ def fit(kind: str, height: int, width: int, rows: int = 16) -> Tile:
     # a narrower tile where the last one of a row would be mostly padding
     while columns > 64 and -(-width // columns) * columns > max(1.125 * width, 64):
         columns, warps = columns // 2, max(1, warps // 2)
-    return Tile(max(tile.rows, rows), columns, warps, tile.vector)
+    return tile._replace(rows=max(tile.rows, rows), columns=columns, warps=warps)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from nvfp4_kernels.scheme import Scheme
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
 from nvfp4_train.conversion import set_progress
 from nvfp4_train.formats import FORMATS

@@ -1,6 +1,6 @@
-"""Times and checks scaled_matmul against torch.mm on one GPU; on a CPU it only rehearses the checks.
+"""Times and checks kernels/cublas.py and its two rivals against torch.mm on one GPU; on a CPU it only rehearses the checks.
 
-    python experiments/kernels/bench_gemm.py [--large] [--small] [--check] [--tiles] [--out FOLDER]
+    python experiments/2026-11-30_kernels/bench_gemm.py [--large] [--small] [--check] [--tiles] [--out FOLDER]
 
 Every GEMM of a linear layer, in the layout that layer gives it: Fprop (both K-major), Dgrad (b N-major), Wgrad (both
 transposed). Times are medians of ``do_bench`` in milliseconds; the ratio is to torch.mm with BF16 output.
@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import time
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +20,10 @@ if CPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton  # noqa: E402
-from nvfp4_kernels.triton import gemm  # noqa: E402
-from nvfp4_kernels.triton.gemm import Config  # noqa: E402
+import triton_gemm as gemm  # noqa: E402
+from triton_gemm import Config  # noqa: E402
+
+from nvfp4_kernels import cublas  # noqa: E402
 
 DEVICE = "cpu" if CPU else "cuda"
 LARGE = [(8192, 8192, 8192), (16384, 4096, 4096), (16384, 4096, 14336)]  # tokens, in, out
@@ -131,7 +133,8 @@ def check_one(m, n, k, a_turned, b_turned, dtype) -> bool:
     good = True
     for label, run in routes.items():
         out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
-        run(out)
+        written = run(out)
+        out = out if written is None else written
         if not torch.equal(out, wanted):
             wrong = (out != wanted).sum().item()
             print(f"{label} {m}x{n}x{k} {a_turned} {b_turned} {dtype}: {wrong} of {m * n} differ", flush=True)
@@ -186,53 +189,13 @@ def host_overhead() -> None:
         print(f"host {label:14} {spent / 200 * 1e6:6.1f} us", flush=True)
 
 
-# ---- cuBLAS with its scalars read from the device: one call, alpha before the rounding ----------------------------
-_CUBLAS = None
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-
-
 def gemm_ex(a, b, alpha, out, accumulate=False):
-    """cublasGemmEx through ctypes on torch's own handle, in device-pointer mode (cuBLAS counts columns first)."""
-    global _CUBLAS
-    import ctypes
-
-    if _CUBLAS is None:
-        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
-        betas = torch.tensor([0.0, 1.0], device=DEVICE)
-        c, i = ctypes.c_void_p, ctypes.c_int
-        library.cublasGemmEx.argtypes = [c, i, i, i, i, i, c, c, i, i, c, i, i, c, c, i, i, i, i]
-        library.cublasSetPointerMode_v2.argtypes = [c, i]
-        library.cublasSetMathMode.argtypes = [c, i]
-        _CUBLAS = library, betas
-    library, betas = _CUBLAS
-    (m, k), n = a.shape, b.shape[0]
-    handle = torch.cuda.current_blas_handle()
-    a_first, b_first = a.stride(1) == 1, b.stride(1) == 1
-    library.cublasSetPointerMode_v2(handle, 1)
-    library.cublasSetMathMode(handle, 16)  # split sums are added in float32
-    status = library.cublasGemmEx(
-        handle, int(b_first), int(not a_first), n, m, k, alpha.data_ptr(),
-        b.data_ptr(), 14, b.stride(0) if b_first else b.stride(1),
-        a.data_ptr(), 14, a.stride(0) if a_first else a.stride(1),
-        betas.data_ptr() + 4 * accumulate, out.data_ptr(), _TYPES[out.dtype], n, 68, -1,
-    )  # fmt: skip
-    library.cublasSetMathMode(handle, 0)
-    library.cublasSetPointerMode_v2(handle, 0)
-    if status:
-        raise RuntimeError(f"cublasGemmEx returned {status}")
-    return out
+    """kernels/cublas.py; ``out`` is only taken for its dtype unless it is added to."""
+    return cublas.scaled_matmul(a, b, alpha, out.dtype, out if accumulate else None)
 
 
-@cache
 def gemm_ex_runs() -> bool:
-    """Whether the library is found and gives a right product; tried once."""
-    x = torch.eye(64, device=DEVICE, dtype=torch.bfloat16)
-    try:
-        result = gemm_ex(x, x, torch.ones((), device=DEVICE), torch.empty_like(x))
-    except (OSError, AttributeError, RuntimeError) as error:
-        print(error, flush=True)
-        return False
-    return torch.equal(result, x)
+    return cublas.available()
 
 
 def main() -> None:

@@ -1,0 +1,180 @@
+"""The quantize kernel: one tile of x in, every form of it that is asked for out."""
+
+import triton
+import triton.language as tl
+from nvfp4_kernels.triton import codecs
+from nvfp4_kernels.triton.hadamard import rotate
+from nvfp4_kernels.triton.philox import inverted_draws
+
+
+@triton.jit
+def _form(
+    x, up16, s_enc_6, s_dec, lift, codes_ptr, scales_ptr, operand_ptr, i0, j0, height, width, padded_i, padded_j,
+    EVEN: tl.constexpr, VECTOR: tl.constexpr, ALONG_ROWS: tl.constexpr,
+    RULE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, ROUNDING: tl.constexpr,
+    N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ORDINARY: tl.constexpr,
+):  # fmt: skip
+    """One form of the tile ``x`` float32 [BI, BJ] at (i0 int64, j0), in blocks of BR x BC of x; stored where asked."""
+    BI: tl.constexpr = x.shape[0]
+    BJ: tl.constexpr = x.shape[1]
+    blocks: tl.constexpr = (BI // BR, BR, BJ // BC, BC)
+    if N > 0:
+        x = rotate(x, N, MASK, FACTOR, ALONG_ROWS)
+    x = tl.reshape(x, blocks)
+    block_amax = codecs.largest_magnitude(codecs.largest_magnitude(x, 3), 1)  # [BI / BR, BJ / BC]
+    if RULE == "nvfp4":
+        scale, encode = codecs.nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY)
+        if not ORDINARY:
+            x = x * lift
+    else:
+        scale, encode = codecs.mx_scales(block_amax, RULE == "ceil")
+    y = x * encode[:, None, :, None]
+
+    if ROUNDING > 0:
+        up16 = tl.reshape(up16, blocks)
+    if operand_ptr is not None:
+        if ROUNDING > 0:
+            scale_bits = tl.broadcast_to(codecs.bfloat16_bits(scale)[:, None, :, None], blocks)
+            value = codecs.stochastic_operand(y, up16, scale_bits, ROUNDING == 2)
+        else:
+            value = codecs.bfloat16_bits(codecs.e2m1_nearest(y) * scale[:, None, :, None])
+        value = tl.reshape(value, (BI, BJ))
+        _store(operand_ptr, value, i0, j0, padded_i if N > 0 else height, padded_j if N > 0 else width, VECTOR, EVEN)
+    if codes_ptr is not None:
+        if ROUNDING > 0:
+            code = codecs.e2m1_code(codecs.e2m1_stochastic(y, up16, ROUNDING == 2))
+        else:
+            code = codecs.e2m1_nearest_code(y)
+        keep = tl.where(scale == scale, 0xFF, 0).to(tl.uint32)[:, None, :, None]  # no code means NaN, the scale does
+        if ALONG_ROWS:
+            low, high = tl.split(tl.reshape(code, (BI // BR, BR, BJ // BC, BC // 2, 2)))
+            pair = tl.reshape((low | (high << 4)) & keep, (BI, BJ // 2))
+            _store(codes_ptr, pair.to(tl.uint8), i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN)
+        else:
+            apart = tl.reshape(code, (BI // BR, BR // 2, 2, BJ // BC, BC))
+            low, high = tl.split(tl.permute(apart, (0, 1, 3, 4, 2)))
+            pair = tl.reshape((low | (high << 4)) & keep, (BI // 2, BJ))
+            _store(codes_ptr, pair.to(tl.uint8), i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN)
+        byte = codecs.e4m3_byte(scale) if RULE == "nvfp4" else codecs.e8m0_byte(scale)
+        _store(scales_ptr, byte.to(tl.uint8), i0 // BR, j0 // BC, padded_i // BR, padded_j // BC, 8, EVEN)
+
+
+@triton.jit
+def _load(
+    pointer, stride, i0, j0, height, width, BI: tl.constexpr, BJ: tl.constexpr, BF16_BITS: tl.constexpr,
+    VECTOR: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The tile at (i0, j0) as float32, zeros outside; a thread holds VECTOR neighbours of a row."""
+    i = i0 + tl.arange(0, BI)
+    j = tl.max_contiguous(j0 + tl.arange(0, BJ), VECTOR)
+    pointers = pointer + i[:, None] * stride + j[None, :]
+    if EVEN:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=(i < height)[:, None] & (j < width)[None, :], other=0)
+    return codecs.to_float32(x, BF16_BITS)
+
+
+@triton.jit
+def _store(pointer, tile, i0, j0, height, width, VECTOR: tl.constexpr, EVEN: tl.constexpr):
+    """``tile`` at (i0, j0) of a contiguous [height, width], VECTOR elements at once: as a thread holds them."""
+    i = i0 + tl.arange(0, tile.shape[0])
+    j = j0 + tl.arange(0, tile.shape[1])
+    j = tl.max_contiguous(j, VECTOR)
+    pointers = pointer + i[:, None] * width + j[None, :]
+    if EVEN:
+        tl.store(pointers, tile)
+    else:
+        tl.store(pointers, tile, mask=(i < height)[:, None] & (j < width)[None, :])
+
+
+@triton.jit
+def _tile(
+    x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+    row_s_enc_6, row_s_dec, row_lift, row_codes, row_scales, row_operand,
+    column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
+    BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    ROW_VECTOR: tl.constexpr, COLUMN_VECTOR: tl.constexpr, BY_EIGHTS: tl.constexpr, ONE_DRAW: tl.constexpr,
+    ROWS: tl.constexpr, ROW_RULE: tl.constexpr, ROW_BR: tl.constexpr, ROW_BC: tl.constexpr,
+    ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
+    COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+    ORDINARY: tl.constexpr,
+):  # fmt: skip
+    """The tile of this program, in all the forms that are asked for."""
+    tiles_j = tl.cdiv(width, BJ)
+    i0 = (tl.program_id(0) // tiles_j).to(tl.int64) * BI
+    j0 = (tl.program_id(0) % tiles_j) * BJ
+    up16 = 0
+    if ROWS:
+        if ROW_ROUNDING > 0:
+            up16 = inverted_draws(tl.load(seed_ptr), row_stream, i0, j0, width, BI, BJ, BY_EIGHTS)
+        GROUP: tl.constexpr = ROW_N if ROW_N > ROW_BC else ROW_BC
+        x = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, BF16_BITS, ROW_VECTOR, EVEN)
+        _form(
+            x, up16, row_s_enc_6, row_s_dec, row_lift, row_codes, row_scales, row_operand,
+            i0, j0, height, width,
+            height if EVEN else tl.cdiv(height, ROW_BR) * ROW_BR, width if EVEN else tl.cdiv(width, GROUP) * GROUP,
+            EVEN, ROW_VECTOR, True, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR, ORDINARY,
+        )  # fmt: skip
+    if COLUMNS:
+        if COLUMN_ROUNDING > 0:
+            if not ONE_DRAW:
+                up16 = inverted_draws(tl.load(seed_ptr), column_stream, i0, j0, width, BI, BJ, BY_EIGHTS)
+        GROUP_I: tl.constexpr = COLUMN_N if COLUMN_N > COLUMN_BR else COLUMN_BR
+        # Loaded anew where there was a row form (from the cache): to keep the tile takes more registers than there are.
+        x = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, BF16_BITS, COLUMN_VECTOR, EVEN)
+        _form(
+            x, up16, column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
+            i0, j0, height, width,
+            height if EVEN else tl.cdiv(height, GROUP_I) * GROUP_I, width if EVEN else tl.cdiv(width, COLUMN_BC) * COLUMN_BC,
+            EVEN, COLUMN_VECTOR, False, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK,
+            COLUMN_FACTOR, ORDINARY,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row_stream", "column_stream"])
+def quantize_kernel(
+    x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+    row_amax, row_codes, row_scales, row_operand,
+    column_amax, column_codes, column_scales, column_operand,
+    BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    ROW_VECTOR: tl.constexpr, COLUMN_VECTOR: tl.constexpr, BY_EIGHTS: tl.constexpr, ONE_DRAW: tl.constexpr,
+    ROWS: tl.constexpr, ROW_RULE: tl.constexpr, ROW_BR: tl.constexpr, ROW_BC: tl.constexpr,
+    ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
+    COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Blocks are given as BR rows by BC columns of x, for the column form too. An output that is None is not made."""
+    row_a = 1.0
+    row_b = 1.0
+    row_lift = 1.0
+    column_a = 1.0
+    column_b = 1.0
+    column_lift = 1.0
+    ordinary = True
+    if ROWS and ROW_RULE == "nvfp4":
+        row_a, row_b, row_lift = codecs.nvfp4_global(tl.load(row_amax))
+        ordinary = codecs.is_ordinary(row_b, row_lift)
+    if COLUMNS and COLUMN_RULE == "nvfp4":
+        column_a, column_b, column_lift = codecs.nvfp4_global(tl.load(column_amax))
+        ordinary = ordinary & codecs.is_ordinary(column_b, column_lift)
+    # Tensors of tiny amax need a few more steps. They are next to never met, so the others do not pay for them.
+    if ordinary:
+        _tile(
+            x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+            row_a, row_b, row_lift, row_codes, row_scales, row_operand,
+            column_a, column_b, column_lift, column_codes, column_scales, column_operand,
+            BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
+            ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
+            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, True,
+        )  # fmt: skip
+    else:
+        _tile(
+            x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+            row_a, row_b, row_lift, row_codes, row_scales, row_operand,
+            column_a, column_b, column_lift, column_codes, column_scales, column_operand,
+            BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
+            ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
+            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, False,
+        )  # fmt: skip
