@@ -174,10 +174,16 @@ def _show_rows(rows: list[dict[str, Any]], machine: dict[str, str], as_json: boo
     from rich.table import Table
 
     table = Table(caption=", ".join(f"{key} {value}" for key, value in machine.items()))
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    if len(rows[0]) > 5:  # many figures of few cases: one line a figure
+        table.show_header = False
+        for line in zip(rows[0], *cells, strict=True):
+            table.add_row(*line)
+    else:
+        for key in rows[0]:
+            table.add_column(key, justify="left" if key == "kernel" else "right")
+        for line in cells:
+            table.add_row(*line)
     _console(False).print(table)
 
 
