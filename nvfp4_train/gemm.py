@@ -12,6 +12,7 @@ from torch import Tensor
 from nvfp4_kernels import cublas
 from nvfp4_train import ledger
 from nvfp4_train.backend import choose
+from nvfp4_train.operators import operator, shapes_of
 from nvfp4_train.quantization import QuantizedTensor
 
 ONE_GLOBAL_SCALE = 1.0 / 2688.0  # 6 * 448: largest code times largest block scale
@@ -62,7 +63,10 @@ def global_scale(a: QuantizedTensor, b: QuantizedTensor) -> Tensor | None:
     return None if amax is None else amax * ONE_GLOBAL_SCALE
 
 
-@torch.library.custom_op("nvfp4_train::matmul", mutates_args=())
+@operator(
+    "matmul(Tensor a, Tensor b, Tensor? alpha, ScalarType out_dtype, SymInt where, "
+    "str gemm, str a_scheme, str b_scheme, str backend) -> Tensor"
+)
 def _matmul_op(
     a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype, where: int,
     gemm: str, a_scheme: str, b_scheme: str, backend: str,
@@ -71,12 +75,15 @@ def _matmul_op(
     return _emulated(a, b, alpha, out_dtype)
 
 
-@_matmul_op.register_fake
+@shapes_of(_matmul_op)
 def _(a, b, alpha, out_dtype, where, gemm, a_scheme, b_scheme, backend):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-@torch.library.custom_op("nvfp4_train::matmul_into", mutates_args=("out",))
+@operator(
+    "matmul_into(Tensor(out!) out, Tensor a, Tensor b, Tensor? alpha, SymInt where, "
+    "str gemm, str a_scheme, str b_scheme, str backend) -> ()"
+)
 def _matmul_into_op(
     out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, where: int,
     gemm: str, a_scheme: str, b_scheme: str, backend: str,
@@ -88,7 +95,7 @@ def _matmul_into_op(
         out += _emulated(a, b, alpha, torch.float32)
 
 
-@_matmul_into_op.register_fake
+@shapes_of(_matmul_into_op)
 def _(out, a, b, alpha, where, gemm, a_scheme, b_scheme, backend):
     return None
 

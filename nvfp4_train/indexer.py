@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nvfp4_kernels.reference.mqa_logits import query_chunks
 from nvfp4_train import ledger
 from nvfp4_train.mqa_logits import fp4_mqa_logits
-from nvfp4_train.mqa_operands import DEEPSEEK, HEAD_DIMS, MOST_HEADS, MQAOperand, mqa_operand, parts
+from nvfp4_train.mqa_operands import DEEPSEEK, HEAD_DIMS, MOST_HEADS, UNNAMED, MQAOperand, mqa_operand, parts
 from nvfp4_train.mqa_ops import logits_at_backward_op, logits_at_op, logits_backward_op, logits_op
 from nvfp4_train.recipe import OperandSpec
 
@@ -85,6 +85,7 @@ class LightningIndexer(nn.Module):
         options = dict(bias=False, device=device, dtype=dtype)
         self.heads, self.head_dim, self.rope_dim, self.topk = heads, head_dim, rope_dim, topk
         self.spec, self.ties, self.rope_theta, self.label = spec, ties, rope_theta, label
+        self.site = ledger.site(label)
         self.q_proj = nn.Linear(query_size or hidden_size, heads * head_dim, **options)
         self.k_proj = nn.Linear(hidden_size, head_dim, **options)
         self.k_norm = nn.LayerNorm(head_dim, eps=1e-6, device=device, dtype=dtype)
@@ -104,7 +105,7 @@ class LightningIndexer(nn.Module):
         q = self._turned(self.q_proj(query).view(len(x), self.heads, self.head_dim), positions[:, None])
         k = self._turned(self.k_norm(self.k_proj(x)), positions)
         weights = self.weights_proj(x).float() * (self.heads * self.head_dim) ** -0.5
-        where = len(ledger.site(self.label))
+        where = len(self.site)
         return Index(*(mqa_operand(part, self.spec, ties=self.ties, where=where) for part in (q, k)), weights)
 
     @torch.no_grad()
@@ -115,11 +116,22 @@ class LightningIndexer(nn.Module):
         for rows in query_chunks(len(best), self.heads * count, best.device):
             logits = fp4_mqa_logits(
                 _queries(index.q, rows), index.k, index.weights[rows], ks[rows], ke[rows],
-                where=len(ledger.site(self.label)),
+                where=len(self.site),
             )  # fmt: skip
             values, keys = logits.topk(best.shape[1], dim=1)
             best[rows] = keys.masked_fill_(values == -torch.inf, -1)
         return best
+
+    def loss(self, index: Index, ks: Tensor, ke: Tensor, attention: Attention, indices: Tensor | None = None) -> Tensor:
+        """``indexer_kl``, under this module's name in the ledger."""
+        return indexer_kl(index, ks, ke, attention, indices=indices, where=len(self.site))
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "site"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.site = ledger.site(self.label)  # sites are numbered anew in each process
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE on the first dimensions, then the transform, which spreads what outliers there are over all of D."""
@@ -133,7 +145,7 @@ class LightningIndexer(nn.Module):
 
 
 def indexer_kl(
-    index: Index, ks: Tensor, ke: Tensor, attention: Attention, *, indices: Tensor | None = None, label: str = "indexer"
+    index: Index, ks: Tensor, ke: Tensor, attention: Attention, *, indices: Tensor | None = None, where: int = UNNAMED
 ) -> Tensor:
     """float32 scalar: KL(attention || softmax of the index), the mean over the queries that see a key.
 
@@ -149,7 +161,7 @@ def indexer_kl(
         )
     return _IndexerKL.apply(
         index.q.source, index.k.source, index.weights, index, ks, ke, q.detach(), k.detach(), scale, indices,
-        len(ledger.site(label)),
+        where,
     )  # fmt: skip
 
 

@@ -7,6 +7,16 @@ Both are differentiable: by ``weights``, and straight through the quantizers by 
 keeps the packed operands only and recomputes the scores. ``fp4_paged_mqa_logits`` is for decoding, forward only.
 
 A call written for DeepGEMM's ``fp8_fp4_mqa_logits`` runs as it is; only its ``logits_dtype`` is ``out_dtype`` here.
+
+The data's way, and where precision is lost (MXFP4; NVFP4 in brackets):
+
+1. Storage. E2M1 codes, largest value 6, two a byte; beside each 32 (16) of them one byte of scale, UE8M0, 2^-127 to
+   2^127 (E4M3, under one float32 amax of the tensor). A key of 128 is 64 + 4 (64 + 8) bytes. *Lost here*: what
+   quantizing x costs; everything after works on the quantized values.
+2. Scores. A product of two codes is a multiple of 1/4 and at most 36, so the sum over a block is exact in float32
+   (in 13 bits). Adding the blocks rounds in float32, about 2^-24 of the sum of magnitudes.
+3. Relu, times the weight, sum over the heads: float32. (The amax of both tensors enter after it: they are positive.)
+4. Output: *one rounding*, to ``out_dtype``.
 """
 
 import torch

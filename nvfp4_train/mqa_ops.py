@@ -42,7 +42,7 @@ def logits_backward_op(
     k: Tensor, k_scales: Tensor | None, k_amax: Tensor | None, k_scheme: str,
     weights: Tensor, ks: Tensor, ke: Tensor, max_seqlen_k: int | None, where: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _count(where, "mqa_logits.backward", q_scheme, k_scheme, q, 3 * len(k))  # the scores again, dq, dk
+    _count_backward(where, "mqa_logits", q_scheme, k_scheme, q, len(k))
     with torch.autocast(q.device.type, enabled=False):
         return reference.mqa_logits_backward(
             grad, kernel_operand(q, q_scales, q_amax), kernel_operand(k, k_scales, k_amax), _scheme(q_scheme),
@@ -81,7 +81,7 @@ def logits_at_backward_op(
     k: Tensor, k_scales: Tensor | None, k_amax: Tensor | None, k_scheme: str,
     weights: Tensor, indices: Tensor, where: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _count(where, "mqa_logits_at.backward", q_scheme, k_scheme, q, 3 * indices.shape[1])
+    _count_backward(where, "mqa_logits_at", q_scheme, k_scheme, q, indices.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         return reference.mqa_logits_at_backward(
             grad, kernel_operand(q, q_scales, q_amax), kernel_operand(k, k_scales, k_amax), _scheme(q_scheme),
@@ -127,6 +127,14 @@ def _count(where: int, name: str, q_scheme: str, k_scheme: str, q: Tensor, keys:
     """FLOPs of all pairs; what a range leaves out is computed by some kernels and not by others."""
     head_dim = q.shape[1] if q_scheme == BF16 else 2 * q.shape[1]
     ledger.count_matmul(where, name, q_scheme, k_scheme, BACKEND, 2 * len(q) * head_dim * keys)
+
+
+def _count_backward(where: int, name: str, q_scheme: str, k_scheme: str, q: Tensor, keys: int) -> None:
+    """The scores again from the quantized operands; gradients are float32, the other side of each product is not."""
+    _count(where, f"{name}.scores", q_scheme, k_scheme, q, keys)
+    head_dim = q.shape[1] if q_scheme == BF16 else 2 * q.shape[1]
+    for gemm, other in (("dq", k_scheme), ("dk", q_scheme)):
+        ledger.count_matmul(where, f"{name}.{gemm}", "float32", other, BACKEND, 2 * len(q) * head_dim * keys)
 
 
 def _empty_grads(q: Tensor, q_scheme: str, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
 from nvfp4_train.backend import choose
+from nvfp4_train.operators import operator, shapes_of
 from nvfp4_train.recipe import OperandSpec
 
 BF16 = "bf16"  # the scheme text of an operand that is not quantized
@@ -234,7 +235,10 @@ def _kernels(backend: str):
     return triton_kernels
 
 
-@torch.library.custom_op("nvfp4_train::quantize", mutates_args=())
+@operator(
+    "quantize(Tensor x, str? rows, str? columns, Tensor? seed, int stream, str rows_form, str columns_form, "
+    "str backend, SymInt where, str rows_name, str columns_name) -> Tensor[]"
+)
 def _quantize_op(
     x: Tensor,
     rows: str | None,
@@ -290,14 +294,14 @@ def _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form) -> lis
     return outputs
 
 
-@_quantize_op.register_fake
+@shapes_of(_quantize_op)
 def _(x, rows, columns, seed, stream, rows_form, columns_form, backend, where, rows_name, columns_name):
     row_scheme = None if rows is None else Scheme.parse(rows)
     column_scheme = None if columns is None else Scheme.parse(columns)
     return _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form)
 
 
-@torch.library.custom_op("nvfp4_train::decode", mutates_args=())
+@operator("decode(Tensor codes, Tensor scales, str scheme, SymInt columns, str backend) -> Tensor")
 def _decode_op(codes: Tensor, scales: Tensor, scheme: str, columns: int, backend: str) -> Tensor:
     if codes.numel() == 0:
         return codes.new_zeros(codes.shape[0], columns, dtype=torch.bfloat16)
@@ -306,7 +310,7 @@ def _decode_op(codes: Tensor, scales: Tensor, scheme: str, columns: int, backend
     return decoded.contiguous() if _row_major(codes) else decoded.T.contiguous().T
 
 
-@_decode_op.register_fake
+@shapes_of(_decode_op)
 def _(codes, scales, scheme, columns, backend):
     rows = codes.shape[0]
     if _row_major(codes):
@@ -318,11 +322,11 @@ def _row_major(codes: Tensor) -> bool:
     return codes.stride(1) == 1
 
 
-@torch.library.custom_op("nvfp4_train::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@operator("draw_seed(Tensor x, SymInt where) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed_op(x: Tensor, where: int) -> Tensor:
     return torch.randint(0, 2**32, (), dtype=torch.int64, device=x.device)
 
 
-@_draw_seed_op.register_fake
+@shapes_of(_draw_seed_op)
 def _(x, where):
     return x.new_empty((), dtype=torch.int64)

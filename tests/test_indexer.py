@@ -1,5 +1,7 @@
 """The lightning indexer: its parts against plain arithmetic, its loss against autograd, and that it learns."""
 
+import pickle
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,7 +154,7 @@ def test_select():
     index = indexer(x)
     ks, ke = causal(12, 18)
     with ledger.recording() as log:
-        best = indexer.select(index, ks, ke)
+        best = pickle.loads(pickle.dumps(indexer)).select(index, ks, ke)
     assert {row["layer"] for row in log.gemms()} == {"indexer"}
     assert best.shape == (30, 6) and best.dtype == torch.int64
     logits = fp4_mqa_logits(index.q, index.k, index.weights, ks, ke)
@@ -182,6 +184,27 @@ def test_errors():
     _, index, attention = example(9)
     with pytest.raises(ValueError, match=r"\(8, 6, 8\) and \(9, 2, 8\)"):
         indexer_kl(index, *causal(9), attention._replace(q=attention.q[:8]))
+
+
+def test_checkpointing_and_compile_change_nothing():
+    torch.manual_seed(2)
+    indexer = LightningIndexer(16, heads=2, head_dim=64, rope_dim=16, topk=6)
+    x, (ks, ke) = torch.randn(20, 16), causal(20)
+    attention = Attention(torch.randn(20, 2, 8), torch.randn(20, 2, 8), 1.0)
+
+    def step(x):
+        index = indexer(x)
+        return indexer.loss(index, ks, ke, attention, indexer.select(index, ks, ke))
+
+    def gradients(run):
+        return torch.autograd.grad(run(x), tuple(indexer.parameters()))
+
+    plain = gradients(step)
+    for run in (
+        lambda x: torch.utils.checkpoint.checkpoint(step, x, use_reentrant=False),
+        torch.compile(step, fullgraph=True, backend="aot_eager"),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(run), plain, strict=True))
 
 
 # learning
@@ -222,7 +245,7 @@ def trained(spec):
         index = indexer(x)
         # the last third trains as sparse attention does, on the keys selected
         indices = indexer.select(index, ks, ke) if step >= STEPS * 2 // 3 else None
-        loss = indexer_kl(index, ks, ke, attention, indices=indices)
+        loss = indexer.loss(index, ks, ke, attention, indices)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -458,8 +458,13 @@ def test_ledger_autocast_and_compile():
         grads = torch.autograd.grad(plain.sum(), (q, k, weights))
     scheme = str(DEEPSEEK.scheme)
     rows = {row["gemm"]: row for row in log.gemms()}
-    assert rows["mqa_logits"]["flops"] == 2 * 6 * 4 * 20 * 64 and rows["mqa_logits.backward"]["calls"] == 1
-    assert {(row["a"], row["b"]) for row in rows.values()} == {(scheme, scheme)}
+    found = {gemm: (row["a"], row["b"], row["calls"]) for gemm, row in rows.items()}
+    gradient = ("float32", scheme, 1)  # straight through: what backward multiplies is not quantized
+    assert found == {
+        "mqa_logits": (scheme, scheme, 1), "mqa_logits.scores": (scheme, scheme, 1),
+        "mqa_logits.dq": gradient, "mqa_logits.dk": gradient,
+    }  # fmt: skip
+    assert {row["flops"] for row in rows.values()} == {2 * 6 * 4 * 20 * 64}
     assert {row["scheme"] for row in log.operands()} == {scheme}
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
