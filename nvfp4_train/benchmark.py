@@ -24,6 +24,7 @@ from nvfp4_train.linear import QuantizedLinear, transposes_exactly
 from nvfp4_train.recipe import LinearPlan, load_recipe
 
 LINEAR_SHAPES = {"cuda": [(16384, 4096, 4096), (16384, 4096, 14336), (8192, 8192, 8192)], "cpu": [(1024, 256, 256)]}
+QUEUE_SECONDS = 0.02
 QUANTIZE_SHAPE = {"cuda": (8192, 8192), "cpu": (512, 512)}
 
 
@@ -56,29 +57,58 @@ def machine(device: torch.device) -> dict:
 
 
 def median_seconds(functions: dict[str, Callable[[], object]], device: torch.device, repeats: int = 20) -> dict:
-    """Median time of each function, their calls interleaved so that a drift of the machine meets all alike."""
-    for function in functions.values():
+    """Median time of each function, their calls interleaved so that a drift of the machine meets all alike.
+
+    On a GPU each sample is a queue of calls, as in training: the device waits for the host only where the host is
+    slower than it. ``captured`` takes the host out altogether.
+    """
+    calls = {}
+    for name, function in functions.items():
         for _ in range(3):
             function()
+        calls[name] = 1 if device.type != "cuda" else max(1, round(QUEUE_SECONDS / _seconds(function, device, 1)))
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            times[name].append(_seconds(function, device))
+            times[name].append(_seconds(function, device, calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _seconds(function: Callable[[], object], device: torch.device) -> float:
+def _seconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - start) / calls
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     start.record()
-    function()
+    for _ in range(calls):
+        function()
     end.record()
     torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1e3
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """``function`` as the replay of a CUDA graph: its time on the device without the host's; itself on a CPU."""
+    if device.type != "cuda":
+        return function
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function()
+
+    def replay():
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def bench_linear(
@@ -108,6 +138,9 @@ def bench_linear(
             "bf16": lambda linear=linear, x=x, dy=dy: _linear_step(linear, x, dy, target),
             "quantized": lambda layer=layer, x=x, dy=dy: _linear_step(layer, x, dy, target),
         }
+        if target.type == "cuda":
+            for name in ("bf16", "quantized"):
+                functions[f"{name}_graph"] = captured(functions[name], target)
         if plain:
             step = PlainRecipe(layer.plan)
             seed = torch.tensor(1, device=target)
@@ -119,7 +152,11 @@ def bench_linear(
         seconds = median_seconds(functions, target, repeats)
         row = {"tokens": tokens, "in": n_in, "out": n_out, "weights": weights}
         row |= {f"{name}_ms": value * 1e3 for name, value in seconds.items()}
-        row |= {f"{name}_ratio": value / seconds["bf16"] for name, value in seconds.items() if name != "bf16"}
+        row |= {
+            f"{name}_ratio": value / seconds["bf16_graph" if name == "quantized_graph" else "bf16"]
+            for name, value in seconds.items()
+            if not name.startswith("bf16")
+        }
         # both sides multiply the same matrices, so what the quantized side takes more is quantization
         row["quantization_share"] = max(0.0, 1 - seconds["bf16"] / seconds["quantized"])
         rows.append(row)
@@ -205,6 +242,7 @@ def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, r
         "dy: row + column, Hadamard + SR, decoded": kernel(sr, sr_rht),
     }
     moved = {name: x.nbytes + _output_bytes(function()) for name, function in cases.items()}
+    cases = {name: captured(function, target) for name, function in cases.items()}
     seconds = median_seconds(cases, target, repeats)
     copy_rate = moved["copy"] / seconds["copy"]
     return [

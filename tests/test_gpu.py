@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nvfp4_train as nt
+from nvfp4_kernels import cublas
 from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
@@ -93,6 +94,28 @@ def test_checkpointing(reentrant):
         return t
 
     assert same(gradients(net, net, x), gradients(checkpointed, net, x))
+
+
+@pytest.mark.parametrize("shape", [(512, 384, 1024), (131, 77, 33), (1, 8, 16), (7, 1, 5), (264, 8, 1)])
+@pytest.mark.parametrize("a_turned", [True, False])
+@pytest.mark.parametrize("b_turned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_scale_enters_before_the_one_rounding(shape, a_turned, b_turned, dtype):
+    """Sums of small integers are exact in float32, so the result is known to the bit."""
+    m, n, k = shape
+
+    def operand(rows, turned):
+        x = torch.randint(-63, 64, (k, rows) if turned else (rows, k), device="cuda").to(torch.bfloat16)
+        return x.T if turned else x
+
+    a, b, alpha = operand(m, a_turned), operand(n, b_turned), torch.rand((), device="cuda") * 0.01
+    exact = (a.double() @ b.double().T).float()
+    assert torch.equal(cublas.scaled_matmul(a, b, alpha, dtype), (exact * alpha).to(dtype))
+    assert torch.equal(cublas.scaled_matmul(a, b, None, dtype), exact.to(dtype))
+    if dtype == torch.float32:
+        start = torch.randn(m, n, device="cuda")
+        total = cublas.scaled_matmul(a, b, alpha, dtype, start.clone())
+        torch.testing.assert_close(total, start + exact * alpha, rtol=2e-7, atol=1e-5)  # may be one fused add
 
 
 def test_main_grad_accumulates_in_float32():
