@@ -26,7 +26,7 @@ def matmul(
     *,
     accumulate_into: Tensor | None = None,
     backend: str | None = None,
-    where: int | None = None,
+    where: int = ledger.UNNAMED,
     gemm: str = "matmul",
 ) -> Tensor:
     """``[M, N] = a [M, K] @ b [N, K].T``, float32 accumulation, one rounding to ``out_dtype``.
@@ -42,7 +42,6 @@ def matmul(
         raise ValueError(f"matmul needs operands of one K, got {tuple(a.shape)} and {tuple(b.shape)}")
     left, right, alpha = a.decode(), b.decode(), global_scale(a, b)
     backend = backend or choose(left.device).matmul
-    where = len(ledger.site("")) if where is None else where
     labels = (gemm, a.scheme_text, b.scheme_text, backend)
     if accumulate_into is not None:
         if accumulate_into.dtype != torch.float32 or accumulate_into.shape != (a.rows, b.rows):

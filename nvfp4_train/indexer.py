@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from nvfp4_kernels.reference.mqa_logits import query_chunks
 from nvfp4_train import ledger
+from nvfp4_train.ledger import UNNAMED
 from nvfp4_train.mqa_logits import fp4_mqa_logits
-from nvfp4_train.mqa_operands import DEEPSEEK, HEAD_DIMS, MOST_HEADS, UNNAMED, MQAOperand, mqa_operand, parts
+from nvfp4_train.mqa_operands import DEEPSEEK, HEAD_DIMS, MOST_HEADS, MQAOperand, mqa_operand, parts
 from nvfp4_train.mqa_ops import logits_at_backward_op, logits_at_op, logits_backward_op, logits_op
 from nvfp4_train.recipe import OperandSpec
 

@@ -34,6 +34,9 @@ def site(label: str) -> Tensor:
     return torch.empty(FIRST_SITE + len(_labels) - 1, 0, device="cpu")
 
 
+UNNAMED = len(site(""))  # for a call outside any layer
+
+
 @dataclass
 class Ledger:
     """Counts of one recording. Keys are tuples, values ``[calls, amount]``; amounts are FLOPs or elements."""

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nvfp4_train.mqa_operands import MOST_HEADS, UNNAMED, MQAOperand, as_operand, check_pair, parts, scale_bytes_of
+from nvfp4_train.ledger import UNNAMED
+from nvfp4_train.mqa_operands import MOST_HEADS, MQAOperand, as_operand, check_pair, parts, scale_bytes_of
 from nvfp4_train.mqa_ops import logits_at_backward_op, logits_at_op, logits_backward_op, logits_op, paged_op
 from nvfp4_train.quantization import QuantizedTensor
 

@@ -20,6 +20,7 @@ from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.reference import mqa_logits as reference
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
+from nvfp4_train.ledger import UNNAMED
 from nvfp4_train.quantization import BF16, INPUT_TYPES, QuantizedTensor, quantize
 from nvfp4_train.recipe import OperandSpec
 
@@ -28,7 +29,6 @@ MOST_HEADS = 64
 TIES = ("even", "toward_zero")
 DEEPSEEK = OperandSpec(format="mxfp4", block="1x32", rounding="nearest", scale_rule="ceil")
 DEEPGEMM_SCHEME = str(DEEPSEEK.scheme)
-UNNAMED = len(ledger.site(""))  # who calls, for the ledger
 SCALE_BYTES = 4  # of a key in DeepGEMM's layout, at any head size
 
 

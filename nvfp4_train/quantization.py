@@ -103,7 +103,7 @@ def quantize(
     stream: int = 0,
     form: str = "packed",
     backend: str | None = None,
-    where: int | None = None,
+    where: int = ledger.UNNAMED,
     name: str = "tensor",
 ) -> QuantizedTensor:
     """Quantizes ``x [rows, K]`` (or ``x.T`` with ``transpose``) as ``spec`` says.
@@ -139,7 +139,7 @@ def quantize_both(
     rows_form: str = "packed",
     columns_form: str = "packed",
     backend: str | None = None,
-    where: int | None = None,
+    where: int = ledger.UNNAMED,
     rows_name: str = "rows",
     columns_name: str = "columns",
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
@@ -149,7 +149,6 @@ def quantize_both(
     """
     _check_input(x)
     backend = backend or choose(x.device).quantize
-    where = len(ledger.site("")) if where is None else where
     quantized_rows = None if rows == BF16 else rows
     quantized_columns = None if columns == BF16 else columns
     tensors: list[Tensor] = []

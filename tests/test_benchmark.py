@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from nvfp4_train import benchmark
 from nvfp4_train.cli import app
-from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.linear import QuantizedLinear
 
 CPU = torch.device("cpu")

@@ -41,13 +41,12 @@ CASES = {  # name -> (kind in tiles.TABLE, rows, form, columns, form)
     "decode columns": ("decode", None, "", Scheme(), ""),
     "decode 16x16": ("decode", Scheme(block=(16, 16)), "", None, ""),
 }  # fmt: skip
-FLAT = [Tile(16, 256, 4), Tile(16, 128, 2), Tile(16, 256, 2), Tile(16, 512, 4), Tile(16, 128, 1), Tile(16, 64, 1)]
-DEEP = [Tile(16, 512, 2), Tile(16, 256, 1), Tile(16, 512, 2, 0, 168), Tile(16, 1024, 4), Tile(16, 128, 1, 4),
-        Tile(16, 256, 2, 4), Tile(16, 256, 2, 4, 128), Tile(16, 512, 4, 4), Tile(16, 512, 4, 4, 128),
-        Tile(16, 128, 1, 4, 96), Tile(16, 64, 1, 2)]  # fmt: skip
+FLAT = [Tile(16, 256, 4), Tile(16, 128, 2), Tile(16, 256, 2), Tile(16, 128, 1), Tile(16, 512, 4)]
+DEEP = [Tile(16, 512, 2), Tile(16, 256, 1), Tile(16, 1024, 4), Tile(16, 128, 1, 4), Tile(16, 256, 2, 4),
+        Tile(16, 512, 4, 4)]  # fmt: skip
 CANDIDATES = {
     "rows": FLAT, "square": FLAT, "columns": DEEP, "columns_packed": DEEP,
-    "amax": [Tile(16, 1024, 4), Tile(16, 512, 2), Tile(16, 256, 1), Tile(16, 2048, 8)],
+    "amax": [Tile(16, 1024, 4), Tile(16, 512, 2), Tile(16, 256, 1)],
     "amax_rotated": [Tile(16, 512, 2), Tile(16, 1024, 4), Tile(16, 256, 1)],
     "decode": [Tile(16, 512, 4), Tile(16, 256, 4), Tile(16, 512, 8), Tile(16, 256, 2)],
 }  # fmt: skip

@@ -26,6 +26,43 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 
 
+def _nearest_codes_asm() -> str:
+    """Four bytes of codes: $0 from the floats $1-$4 (low nibbles) and $5-$8 (high), and-ed with $9.
+
+    The integer pipe is the narrow one on these kernels, so most steps are multiplications: a code leaves the float in
+    bits 22-24, ``low * 4 + high * 64`` makes a byte at the top of a word, and byte permutations gather bytes and signs.
+    """
+    lines = [".reg .f32 a, e;", ".reg .b32 " + ", ".join(f"z{k}" for k in range(1, 9)) + ", b, p, q, r, s, t;"]
+    for k in range(1, 9):
+        lines += [
+            f"abs.f32 a, ${k};",
+            "min.f32 a, a, 0f40C00000;",
+            "max.f32 e, a, 0f3F800000;",
+            "mov.b32 b, e;",
+            "and.b32 b, b, 0x7F800000;",
+            "mov.b32 e, b;",
+            "fma.rn.f32 a, e, 0f4A800000, a;",
+            "fma.rn.f32 a, e, 0fCA800000, a;",
+            "mul.rn.f32 a, a, 0f00800000;",
+            f"mov.b32 z{k}, a;",
+        ]
+    for k in range(1, 5):
+        lines += [f"shl.b32 z{k}, z{k}, 2;", f"mad.lo.u32 z{k}, z{k + 4}, 64, z{k};"]
+    lines += ["prmt.b32 p, z1, z2, 0x0073;", "prmt.b32 q, z3, z4, 0x0073;", "prmt.b32 r, p, q, 0x5410;"]
+    for first, result, mask in ((1, "s", "0x08080808"), (5, "t", "0x80808080")):
+        lines += [
+            f"prmt.b32 p, ${first}, ${first + 1}, 0x00FB;",  # the sign of each, eight times
+            f"prmt.b32 q, ${first + 2}, ${first + 3}, 0x00FB;",
+            f"prmt.b32 {result}, p, q, 0x5410;",
+            f"and.b32 {result}, {result}, {mask};",
+        ]
+    lines += ["or.b32 r, r, s;", "or.b32 r, r, t;", "and.b32 $0, r, $9;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+NEAREST_CODES_ASM = tl.constexpr(_nearest_codes_asm())
+
+
 @triton.jit
 def bits_of(x):
     return x.to(tl.int32, bitcast=True)
@@ -109,6 +146,17 @@ def e2m1_nearest_code(y):
     # low bits: |y| in steps; a code is that plus 2 for each e, and (bits >> 22) is 2 e + 298
     magnitude = (bits + (bits >> 22) - 298).to(tl.uint32, bitcast=True)
     return _with_sign(magnitude, y)
+
+
+@triton.jit
+def nearest_codes(low, high, keep):
+    """uint8 of the nearest codes of ``low`` and ``high`` (low and high nibble), and-ed with uint8 ``keep``."""
+    if INTERPRETED:
+        return (e2m1_nearest_code(low) | (e2m1_nearest_code(high) << 4)).to(tl.uint8) & keep
+    else:
+        return tl.inline_asm_elementwise(
+            NEAREST_CODES_ASM, "=r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=tl.uint8, is_pure=True, pack=4
+        )
 
 
 @triton.jit

@@ -11,9 +11,13 @@ def rotate(x, N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ALONG_R
     HEIGHT: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     x = butterflies(x, N, MASK, ALONG_ROWS)
-    # Apart and together again: neighbours along memory become neighbouring registers, two of which are rounded at once.
-    a, b = tl.split(tl.reshape(x, (HEIGHT, WIDTH // 2, 2)))
-    return codecs.round_to_bfloat16(tl.reshape(tl.join(a * FACTOR, b * FACTOR), (HEIGHT, WIDTH)))
+    # Apart and together again: four neighbours of a row become neighbouring registers, as the steps that work on
+    # packed values want them.
+    even, odd = tl.split(tl.reshape(x, (HEIGHT, WIDTH // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    x = tl.join(tl.join(a * FACTOR, c * FACTOR), tl.join(b * FACTOR, d * FACTOR))
+    return codecs.round_to_bfloat16(tl.reshape(x, (HEIGHT, WIDTH)))
 
 
 @triton.jit

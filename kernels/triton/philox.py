@@ -28,7 +28,7 @@ def philox4x32_7(c0, c1, k0, k1):
 
 @triton.jit
 def inverted_draws(seed, stream, row, column, width, BI: tl.constexpr, BJ: tl.constexpr, BY_EIGHTS: tl.constexpr):
-    """int16 bits [BI, BJ] of 2^16 - 1 - r, r being the draws of the tile at (row int64, column), width columns in all."""
+    """int16 bits [BI, BJ] of 2^16 - 1 - r, r being the draws of the tile at (row int64, column)."""
     k0 = seed.to(tl.uint32)
     k1 = stream.to(tl.uint32)
     rows = (row + tl.arange(0, BI))[:, None]

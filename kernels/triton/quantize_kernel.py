@@ -41,22 +41,35 @@ def _form(
         value = tl.reshape(value, (BI, BJ))
         _store(operand_ptr, value, i0, j0, padded_i if N > 0 else height, padded_j if N > 0 else width, VECTOR, EVEN)
     if codes_ptr is not None:
+        keep = tl.where(scale == scale, 0xFF, 0).to(tl.uint8)[:, None, :, None]  # no code means NaN, the scale does
         if ROUNDING > 0:
             code = codecs.e2m1_code(codecs.e2m1_stochastic(y, up16, ROUNDING == 2))
+            low, high = _pairs(code, ALONG_ROWS)
+            pair = (low | (high << 4)).to(tl.uint8) & keep
         else:
-            code = codecs.e2m1_nearest_code(y)
-        keep = tl.where(scale == scale, 0xFF, 0).to(tl.uint32)[:, None, :, None]  # no code means NaN, the scale does
+            low, high = _pairs(y, ALONG_ROWS)
+            pair = codecs.nearest_codes(low, high, tl.broadcast_to(keep, low.shape))
         if ALONG_ROWS:
-            low, high = tl.split(tl.reshape(code, (BI // BR, BR, BJ // BC, BC // 2, 2)))
-            pair = tl.reshape((low | (high << 4)) & keep, (BI, BJ // 2))
-            _store(codes_ptr, pair.to(tl.uint8), i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN)
+            pair = tl.reshape(pair, (BI, BJ // 2))
+            _store(codes_ptr, pair, i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN)
         else:
-            apart = tl.reshape(code, (BI // BR, BR // 2, 2, BJ // BC, BC))
-            low, high = tl.split(tl.permute(apart, (0, 1, 3, 4, 2)))
-            pair = tl.reshape((low | (high << 4)) & keep, (BI // 2, BJ))
-            _store(codes_ptr, pair.to(tl.uint8), i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN)
+            pair = tl.reshape(pair, (BI // 2, BJ))
+            _store(codes_ptr, pair, i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN)
         byte = codecs.e4m3_byte(scale) if RULE == "nvfp4" else codecs.e8m0_byte(scale)
         _store(scales_ptr, byte.to(tl.uint8), i0 // BR, j0 // BC, padded_i // BR, padded_j // BC, 8, EVEN)
+
+
+@triton.jit
+def _pairs(x, ALONG_ROWS: tl.constexpr):
+    """The elements of ``x`` [blocks, BR, blocks, BC] with even and with odd index along the rows, or the columns."""
+    BI: tl.constexpr = x.shape[0]
+    BR: tl.constexpr = x.shape[1]
+    BJ: tl.constexpr = x.shape[2]
+    BC: tl.constexpr = x.shape[3]
+    if ALONG_ROWS:
+        return tl.split(tl.reshape(x, (BI, BR, BJ, BC // 2, 2)))
+    else:
+        return tl.split(tl.permute(tl.reshape(x, (BI, BR // 2, 2, BJ, BC)), (0, 1, 3, 4, 2)))
 
 
 @triton.jit
@@ -126,8 +139,8 @@ def _tile(
         x = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, BF16_BITS, COLUMN_VECTOR, EVEN)
         _form(
             x, up16, column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
-            i0, j0, height, width,
-            height if EVEN else tl.cdiv(height, GROUP_I) * GROUP_I, width if EVEN else tl.cdiv(width, COLUMN_BC) * COLUMN_BC,
+            i0, j0, height, width, height if EVEN else tl.cdiv(height, GROUP_I) * GROUP_I,
+            width if EVEN else tl.cdiv(width, COLUMN_BC) * COLUMN_BC,
             EVEN, COLUMN_VECTOR, False, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK,
             COLUMN_FACTOR, ORDINARY,
         )  # fmt: skip

@@ -17,15 +17,15 @@ class Tile(NamedTuple):
 
 
 TABLE = {  # kind of work -> tile for a large tensor
-    "rows": Tile(16, 256, 4),
-    "square": Tile(16, 256, 4),
-    "columns": Tile(16, 256, 2, 4),
-    "columns_packed": Tile(16, 512, 2),
+    "rows": Tile(16, 128, 2),
+    "square": Tile(16, 128, 2),
+    "columns": Tile(16, 256, 2, vector=4),
+    "columns_packed": Tile(16, 1024, 4),
     "amax": Tile(16, 1024, 4),
-    "amax_rotated": Tile(16, 512, 2),
-    "decode": Tile(16, 512, 4),
+    "amax_rotated": Tile(16, 256, 1),
+    "decode": Tile(16, 512, 8),
 }
-AMAX_PROGRAMS = 132 * 8  # each walks down its columns: few enough that their atomics cost nothing
+AMAX_PROGRAMS = 132 * 32  # each walks down its columns: few enough that their atomics cost nothing
 
 
 def fit(kind: str, height: int, width: int, rows: int = 16) -> Tile:
