@@ -1,10 +1,10 @@
 # make demo   the main job: a recipe beside its BF16 control, a table and an HTML report
-# make test   every test that needs no GPU
+# make test   every test that needs no GPU; make gpu-test the others
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint package-check clean
+.PHONY: demo test gpu-test lint package-check clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# the whole GPU suite, on a machine with a CUDA device
+gpu-test: $(VENV)/installed
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -6,6 +6,9 @@ transposed views, so no element ever changes its place; and since a random numbe
 serves both forms where their streams are equal.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -55,36 +58,54 @@ def quantize(
         amax_rows = amax_rows if find_rows is None else found[0]
         amax_columns = amax_columns if find_columns is None else found[1]
 
-    row_out = _outputs(x, rows, rows_form, amax_rows, 1)
-    column_out = _outputs(x, columns, columns_form, amax_columns, 0)
-    if x.numel() and (rows is not None or columns is not None):
+    streams_equal = row_stream == column_stream
+    plan = _plan(tuple(x.shape), x.dtype, rows, columns, rows_form, columns_form, streams_equal)
+    row_out = _outputs(x, plan.row_shapes, amax_rows)
+    column_out = _outputs(x, plan.column_shapes, amax_columns)
+    if plan.grid[0]:
         with on_device(x):
-            _launch(x, seed, row_stream, column_stream, rows, row_out, columns, column_out)
+            quantize_kernel[plan.grid](
+                as_bits(x), seed, *x.shape, x.stride(0), row_stream, column_stream,
+                row_out.amax, row_out.codes, row_out.scales, _bits(row_out.operand),
+                column_out.amax, column_out.codes, column_out.scales, _bits(column_out.operand),
+                **plan.constants,
+            )  # fmt: skip
     *turned, amax = column_out
     column_result = Quantized(*(t if t is None else t.T for t in turned), amax)
     return (None if rows is None else row_out), (None if columns is None else column_result)
 
 
-def _launch(
-    x: Tensor, seed: Tensor | None, row_stream: int, column_stream: int,
-    rows: Scheme | None, row_out: Quantized, columns: Scheme | None, column_out: Quantized,
-) -> None:  # fmt: skip
-    height, width = x.shape
+class _Plan(NamedTuple):
+    """What a launch needs beyond its tensors; found once for a shape, since a launch costs host time."""
+
+    grid: tuple[int]
+    constants: dict
+    row_shapes: Quantized  # shapes in place of tensors, in the layout of x; None for what is not made
+    column_shapes: Quantized
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, int], dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None,
+    rows_form: str, columns_form: str, streams_equal: bool,
+) -> _Plan:  # fmt: skip
+    height, width = shape
     needed = max(rows.block[0] if rows else 1, columns.group if columns else 1)  # rows of x in one block
-    tile = tiles.fit(_kind(rows, columns, column_out.codes is not None), height, width, needed)
-    grid = (-(-height // tile.rows) * -(-width // tile.columns),)
+    columns_packed = columns is not None and columns_form != "decoded"
+    tile = tiles.fit(_kind(rows, columns, columns_packed), height, width, needed)
+    programs = -(-height // tile.rows) * -(-width // tile.columns) if rows is not None or columns is not None else 0
     both_draw = rows is not None and columns is not None and rows.stochastic and columns.stochastic
-    quantize_kernel[grid](
-        as_bits(x), seed, height, width, x.stride(0), row_stream, column_stream,
-        row_out.amax, row_out.codes, row_out.scales, _bits(row_out.operand),
-        column_out.amax, column_out.codes, column_out.scales, _bits(column_out.operand),
-        BF16_BITS=x.dtype == torch.bfloat16, BI=tile.rows, BJ=tile.columns,
-        ROW_VECTOR=16 // x.element_size(), COLUMN_VECTOR=tile.vector or 16 // x.element_size(),
+    vector = 16 // dtype.itemsize
+    constants = dict(
+        BF16_BITS=dtype == torch.bfloat16, BI=tile.rows, BJ=tile.columns,
+        ROW_VECTOR=vector, COLUMN_VECTOR=tile.vector or vector,
         EVEN=height % tile.rows == 0 and width % tile.columns == 0, BY_EIGHTS=width % 8 == 0,
-        ONE_DRAW=both_draw and row_stream == column_stream and rows.rounding == columns.rounding,
+        ONE_DRAW=both_draw and streams_equal and rows.rounding == columns.rounding,
         **_constants("ROW", rows, True), **_constants("COLUMN", columns, False),
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
+    row_shapes, column_shapes = _shapes(shape, rows, rows_form, 1), _shapes(shape, columns, columns_form, 0)
+    return _Plan((programs,), constants, row_shapes, column_shapes)
 
 
 def _constants(name: str, scheme: Scheme | None, along_rows: bool) -> dict:
@@ -109,29 +130,39 @@ def _kind(rows: Scheme | None, columns: Scheme | None, columns_packed: bool) -> 
     return "rows" if rows is not None and rows.block[0] == 1 else "square"
 
 
-def _outputs(x: Tensor, scheme: Scheme | None, form: str, amax: Tensor | None, axis: int) -> Quantized:
-    """Uninitialised results in the layout of x: reduced along ``axis``, which is padded to the scheme's group."""
+def _shapes(shape: tuple[int, int], scheme: Scheme | None, form: str, axis: int) -> Quantized:
+    """The shapes of one form, in the layout of x: reduced along ``axis``, which is padded to the scheme's group."""
     if scheme is None:
         return Quantized(None, None, None, None)
 
-    def shape(block: tuple[int, int], padded: bool = True) -> list[int]:
-        sizes = list(x.shape)
+    def reduced(block: tuple[int, int], padded: bool = True) -> tuple[int, ...]:
+        sizes = list(shape)
         if padded:
             sizes[axis] = -(-sizes[axis] // scheme.group) * scheme.group
-        along, across = axis, 1 - axis
-        sizes[across] = -(-sizes[across] // block[0])
-        sizes[along] = sizes[along] // block[1]
-        return sizes
-
-    def empty(sizes: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=x.device)
+        sizes[1 - axis] = -(-sizes[1 - axis] // block[0])
+        sizes[axis] = sizes[axis] // block[1]
+        return tuple(sizes)
 
     packed, decoded = form != "decoded", form != "packed"
     return Quantized(
-        empty(shape((1, 2)), torch.uint8) if packed else None,
-        empty(shape(scheme.block), torch.uint8) if packed else None,
-        empty(shape((1, 1), padded=bool(scheme.hadamard)), torch.bfloat16) if decoded else None,
-        amax if scheme.has_global_scale else None,
+        reduced((1, 2)) if packed else None,
+        reduced(scheme.block) if packed else None,
+        reduced((1, 1), padded=bool(scheme.hadamard)) if decoded else None,
+        () if scheme.has_global_scale else None,
+    )
+
+
+def _outputs(x: Tensor, shapes: Quantized, amax: Tensor | None) -> Quantized:
+    """Uninitialised results, and the amax that was found."""
+
+    def empty(sizes: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
+        return None if sizes is None else torch.empty(sizes, dtype=dtype, device=x.device)
+
+    return Quantized(
+        empty(shapes.codes, torch.uint8),
+        empty(shapes.scales, torch.uint8),
+        empty(shapes.operand, torch.bfloat16),
+        None if shapes.amax is None else amax,
     )
 
 
