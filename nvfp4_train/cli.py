@@ -20,7 +20,9 @@ app = typer.Typer(
 )  # fmt: skip
 
 ExperimentFile = Annotated[Path, typer.Argument(metavar="EXPERIMENT", help="the experiment's YAML file")]
-Out = Annotated[Path, typer.Option("--out", help="the run folder; a run that was stopped goes on there")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="the run folder, runs/NAME by default; a run that was stopped goes on there")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON to stdout, everything else to stderr")]
 
 
@@ -60,13 +62,15 @@ def _console(as_json: bool) -> Console:
 
 @app.command()
 @_told_plainly
-def compare(experiment: ExperimentFile, out: Out, as_json: Json = False) -> None:
+def compare(experiment: ExperimentFile, out: Out = None, as_json: Json = False) -> None:
     """Train every arm with every seed, then say how large the gap to BF16 is. Runs only what is missing in OUT."""
     from nvfp4_train.experiment.compare import compare as run
     from nvfp4_train.experiment.config import load_experiment
 
     console = _console(as_json)
-    jobs = run(load_experiment(experiment), out, console)
+    loaded = load_experiment(experiment)
+    out = out or _default_out(loaded.name)
+    jobs = run(loaded, out, console)
     _show_report(out, console, as_json)
     if failed := [job for job in jobs if job.status == "failed"]:
         for job in failed:
@@ -80,14 +84,15 @@ def train(
     experiment: ExperimentFile,
     arm: Annotated[str, typer.Option(help="the arm's name in the experiment (or noise_floor)")],
     seed: Annotated[int, typer.Option(help="one of the experiment's seeds")],
-    out: Out,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Train one arm with one seed; killed at any moment, the same command goes on."""
     from nvfp4_train.experiment.config import load_experiment
     from nvfp4_train.experiment.train import run_job
 
-    result = run_job(load_experiment(experiment), arm, seed, out, lambda line: typer.echo(line, err=True))
+    loaded = load_experiment(experiment)
+    result = run_job(loaded, arm, seed, out or _default_out(loaded.name), lambda line: typer.echo(line, err=True))
     text = f"{arm} seed {seed}: {result['steps']} steps, held-out loss {result['final_loss']:.4f}"
     typer.echo(json.dumps(result) if as_json else text)
 
@@ -165,6 +170,10 @@ def bench_step(
     target = benchmark.choose_device(device)
     row = benchmark.bench_step(load_experiment(experiment), recipe, target, compiled, threads)
     _show_rows([row], benchmark.machine(target), as_json)
+
+
+def _default_out(name: str) -> Path:
+    return Path("runs") / name
 
 
 def _show_rows(rows: list[dict[str, Any]], machine: dict[str, str], as_json: bool) -> None:

@@ -30,10 +30,10 @@ CASES = {  # name -> (kind in tiles.TABLE, rows, form, columns, form)
     "16x16 decoded": ("square", Scheme(block=(16, 16)), "decoded", None, ""),
     "16x16 both": ("square", Scheme(block=(16, 16)), "both", None, ""),
     "rows + columns H, SR, decoded": (
-        "columns", Scheme(rounding=SR), "decoded", Scheme(rounding=SR, hadamard=16), "decoded",
+        "columns_stochastic", Scheme(rounding=SR), "decoded", Scheme(rounding=SR, hadamard=16), "decoded",
     ),
     "rows decoded + columns H packed": ("columns_packed", Scheme(), "decoded", ROTATED, "packed"),
-    "columns H, SR, decoded": ("columns", None, "", Scheme(rounding=SR, hadamard=16), "decoded"),
+    "columns H, SR, decoded": ("columns_stochastic", None, "", Scheme(rounding=SR, hadamard=16), "decoded"),
     "rows + columns, decoded": ("columns", Scheme(), "decoded", Scheme(), "decoded"),
     "amax": ("amax", Scheme(), "", None, ""),
     "amax plain + H": ("amax_rotated", Scheme(), "", ROTATED, ""),
@@ -45,7 +45,7 @@ FLAT = [Tile(16, 256, 4), Tile(16, 128, 2), Tile(16, 256, 2), Tile(16, 128, 1), 
 DEEP = [Tile(16, 512, 2), Tile(16, 256, 1), Tile(16, 1024, 4), Tile(16, 128, 1, 4), Tile(16, 256, 2, 4),
         Tile(16, 512, 4, 4)]  # fmt: skip
 CANDIDATES = {
-    "rows": FLAT, "square": FLAT, "columns": DEEP, "columns_packed": DEEP,
+    "rows": FLAT, "square": FLAT, "columns": DEEP, "columns_stochastic": DEEP, "columns_packed": DEEP,
     "amax": [Tile(16, 1024, 4), Tile(16, 512, 2), Tile(16, 256, 1)],
     "amax_rotated": [Tile(16, 512, 2), Tile(16, 1024, 4), Tile(16, 256, 1)],
     "decode": [Tile(16, 512, 4), Tile(16, 256, 4), Tile(16, 512, 8), Tile(16, 256, 2)],
@@ -144,7 +144,7 @@ def main() -> None:
     for name, tile, programs in jobs:
         tiles.TABLE[CASES[name][0]] = tile
         if programs:
-            tiles.AMAX_PROGRAMS = 132 * programs
+            tiles.AMAX_PROGRAMS[CASES[name][0]] = 132 * programs
         try:
             function, moved = prepare(name, x)
             ms = median_ms(function)

@@ -54,7 +54,7 @@ def quantize_case(name: str, arch: int, tile: tiles.Tile | None = None, even: bo
     rows, rows_form, columns, columns_form = CASES[name]
     needed = max(rows.block[0] if rows else 1, columns.group if columns else 1)
     tile = tile or tiles.fit(quantize._kind(rows, columns, columns_form != "decoded"), 8192, 8192, needed)
-    types = {"x_ptr": "*i16", "height": "i32", "width": "i32", "stride": "i32", "row_stream": "i32", "column_stream": "i32"}
+    types = {"x_ptr": "*i16"} | dict.fromkeys(("height", "width", "stride", "row_stream", "column_stream"), "i32")
     stochastic = any(s is not None and s.stochastic for s in (rows, columns))
     values = {} if stochastic else {"seed_ptr": None}
     if stochastic:

@@ -78,9 +78,10 @@ def global_amax(x: Tensor, rows: Scheme | None, columns: Scheme | None) -> tuple
     row_n, column_n = (s.hadamard if s is not None else 0 for s in (rows, columns))
     plain = any(s is not None and not s.hadamard for s in (rows, columns))
     if x.numel():
-        tile = tiles.fit("amax_rotated" if row_n or column_n else "amax", height, width, column_n)
+        kind = "amax_rotated" if row_n or column_n else "amax"
+        tile = tiles.fit(kind, height, width, column_n)
         tiles_j, tiles_i = -(-width // tile.columns), -(-height // tile.rows)
-        strips = min(tiles_i, max(1, tiles.AMAX_PROGRAMS // tiles_j))
+        strips = min(tiles_i, max(1, tiles.AMAX_PROGRAMS[kind] // tiles_j))
         with on_device(x):
             amax_kernel[(strips * tiles_j,)](
                 as_bits(x), out, height, width, x.stride(0), strips,

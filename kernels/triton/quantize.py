@@ -126,7 +126,7 @@ def _constants(name: str, scheme: Scheme | None, along_rows: bool) -> dict:
 
 def _kind(rows: Scheme | None, columns: Scheme | None, columns_packed: bool) -> str:
     if columns is not None and columns.block[0] == 1:
-        return "columns_packed" if columns_packed else "columns"
+        return "columns_packed" if columns_packed else "columns_stochastic" if columns.stochastic else "columns"
     return "rows" if rows is not None and rows.block[0] == 1 else "square"
 
 

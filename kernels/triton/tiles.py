@@ -19,13 +19,15 @@ class Tile(NamedTuple):
 TABLE = {  # kind of work -> tile for a large tensor
     "rows": Tile(16, 128, 2),
     "square": Tile(16, 128, 2),
-    "columns": Tile(16, 256, 2, vector=4),
-    "columns_packed": Tile(16, 1024, 4),
+    "columns": Tile(16, 128, 1, vector=4),
+    "columns_stochastic": Tile(16, 256, 2, vector=4),
+    "columns_packed": Tile(16, 512, 2),
     "amax": Tile(16, 1024, 4),
     "amax_rotated": Tile(16, 256, 1),
     "decode": Tile(16, 512, 8),
 }
-AMAX_PROGRAMS = 132 * 32  # each walks down its columns: few enough that their atomics cost nothing
+# Each program of the amax walks down its columns: few enough that their atomics cost nothing.
+AMAX_PROGRAMS = {"amax": 132 * 32, "amax_rotated": 132 * 64}
 
 
 def fit(kind: str, height: int, width: int, rows: int = 16) -> Tile:
