@@ -43,6 +43,10 @@ def scaled_matmul(
     if m == 0 or n == 0 or k == 0:
         return out if accumulate_into is not None else out.zero_().to(out_dtype)
     assert out.is_contiguous() and a.dtype == b.dtype == torch.bfloat16
+    if m == 1 or n == 1:  # a matrix-vector product in cuBLAS scales each term, which rounds once more
+        product = torch.mm(a, b.T, out_dtype=torch.float32)
+        product = product if alpha is None else product * alpha
+        return out.add_(product) if accumulate_into is not None else product.to(out_dtype)
     a, b = _readable(a), _readable(b)
     a_first, b_first = a.stride(1) == 1, b.stride(1) == 1
     zero, one = _constants(a.device)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,9 +21,10 @@ from nvfp4_train.survey import ConversionError, Skipped, Survey
 
 __all__ = ["ConversionError", "ConversionReport", "Skipped", "bf16_forward", "convert", "set_progress"]
 
-# Models given to convert with a recipe that quantizes nothing: set_progress and bf16_forward take them like any other,
-# so that one training loop serves a recipe and its control.
-_CONTROLS: WeakSet[nn.Module] = WeakSet()
+# Marks a model given to convert with a recipe that quantizes nothing: set_progress and bf16_forward take it like any
+# other, so that one training loop serves a recipe and its control. A plain attribute of the model, so that copies and
+# pickles of it are marked too and its state_dict is not changed.
+_CONTROL = "_nvfp4_train_control"
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,10 @@ def convert(
 ) -> ConversionReport:
     """Replaces, in place, the ``nn.Linear`` layers of ``model`` that ``recipe`` quantizes.
 
-    Subclasses that only inherit nn.Linear's forward are converted too. The new layers hold the same Parameter objects
-    (ties, requires_grad and optimizers stay as they are), hooks and training flag; a layer that hangs in several places
-    is replaced in all of them. A recipe that quantizes nothing (``bf16``) leaves the model as it is.
+    A subclass that adds nothing but its construction is converted too; one with methods of its own would lose them and
+    is left. The new layers hold the same Parameter objects (ties, requires_grad and optimizers stay as they are), hooks
+    and training flag; a layer that hangs in several places is replaced in all of them. A recipe that quantizes nothing
+    (``bf16``) leaves the modules and weights as they are.
 
     Args:
         recipe: a name, a path, a dict or a Recipe.
@@ -98,7 +99,7 @@ def convert(
     kept = survey.kept_by_globs(keep)
     by_place = survey.kept_by_place(keep.blocks) if keep.blocks else {}
     if recipe.quantizes_nothing:
-        _CONTROLS.add(model)
+        setattr(model, _CONTROL, True)
         return _untouched(recipe, survey)
 
     chosen: dict[str, nn.Linear] = {}
@@ -170,7 +171,7 @@ def bf16_forward(model: nn.Module) -> Iterator[None]:
 
 def _layers(model: nn.Module) -> list[QuantizedLinear]:
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    if not layers and not any(module in _CONTROLS for module in model.modules()):
+    if not layers and not any(_CONTROL in module.__dict__ for module in model.modules()):
         raise ValueError("the model has no converted layer: call convert(model, recipe) first")
     return layers
 

@@ -103,23 +103,9 @@ def _emulated(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype
     # a caller's autocast must not reach the float32 products in here
     with torch.autocast(a.device.type, enabled=False):
         if a.device.type == "cpu":
-            product = _cpu_product(a, b)
+            product = a.float() @ b.float().T
         elif cublas.available():
             return cublas.scaled_matmul(a, b, alpha, out_dtype)
         else:
             product = torch.mm(a, b.T, out_dtype=torch.float32)
         return (product if alpha is None else product.mul_(alpha)).to(out_dtype)
-
-
-def _cpu_product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 ``a @ b.T`` of BF16 operands. oneDNN may compute a float32 product from BF16 operands, which is exact
-    for these and uses the CPU's BF16 units; torch before 2.9 has no such switch and computes it in float32."""
-    settings = getattr(torch.backends.mkldnn, "matmul", None)
-    if not hasattr(settings, "fp32_precision"):
-        return a.float() @ b.float().T
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        return a.float() @ b.float().T
-    finally:
-        settings.fp32_precision = before

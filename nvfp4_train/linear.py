@@ -158,8 +158,8 @@ class QuantizedLinear(nn.Linear):
         self.backend = choose(self.weight.device, backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"{self.label}: input has {x.shape[-1]} features, in_features is {self.in_features}")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"{self.label}: input has shape {tuple(x.shape)}, in_features is {self.in_features}")
         if x.dtype not in INPUT_TYPES:
             raise ValueError(f"{self.label}: input must be float32, bfloat16 or float16, got {x.dtype}")
         device = x.device.type
@@ -171,7 +171,7 @@ class QuantizedLinear(nn.Linear):
         main_grad = getattr(self.weight, "main_grad", None)
         dtype = out_dtype if self.bias is None else torch.float32  # the bias joins before the one rounding
         y = LinearFunction.apply(
-            x.reshape(-1, self.in_features), self.weight, main_grad, seed, where, self.plan, self.backend,
+            x.reshape(x.shape[:-1].numel(), self.in_features), self.weight, main_grad, seed, where, self.plan, self.backend,
             dtype, needs,
         )  # fmt: skip
         if self.bias is not None:

@@ -9,6 +9,16 @@ from nvfp4_train.quantization import INPUT_TYPES
 from nvfp4_train.recipe_errors import did_you_mean
 from nvfp4_train.selection import Blocks, KeepBF16
 
+# What a subclass of nn.Linear may define and be replaced all the same: how it is built and told, and what Python itself
+# (3.10 to 3.14), abc and typing put into every class. A QuantizedLinear holds the instance's attributes, not its class.
+_HARMLESS = frozenset(
+    "__init__ reset_parameters extra_repr __repr__ __str__ __constants__ "
+    "__doc__ __module__ __qualname__ __annotations__ __annotate__ __annotate_func__ __annotations_cache__ "
+    "__conditional_annotations__ __firstlineno__ __static_attributes__ __dict__ __weakref__ __slots__ "
+    "__abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__ __init_subclass__ "
+    "__class_getitem__ _is_protocol".split()
+)
+
 
 class ConversionError(ValueError):
     """A model that cannot be converted as the recipe says; the model is left as it was."""
@@ -58,12 +68,18 @@ class Survey:
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed anew each time (parametrized), not a parameter of its own"
+        if "bias" not in module._parameters:
+            return "its bias is computed anew each time (parametrized), not a parameter of its own"
         if isinstance(weight, nn.UninitializedParameter):
             return "its shape is not known yet (lazy): run the model once, then convert"
         if weight.dtype not in INPUT_TYPES:
             return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
         if any(isinstance(place.parent, nn.MultiheadAttention) for place in self.places.get(module, ())):
             return "nn.MultiheadAttention reads its weight and never calls it"
+        added = _added(type(module))
+        if added:
+            what = "methods" if any(callable(getattr(module, name, None)) for name in added) else "attributes"
+            return f"a subclass of nn.Linear with {what} of its own: {', '.join(added)}"
         return None
 
     def other_weights(self) -> list[tuple[Skipped, nn.Parameter]]:
@@ -160,6 +176,12 @@ class Survey:
                 for inner in child.modules():
                     kept[inner] = f"keep_bf16.blocks ({blocks}): block {index} of the {count} in {name or 'the model'}"
         return kept
+
+
+def _added(kind: type[nn.Linear]) -> list[str]:
+    """Names that ``kind`` and its bases (mixins too) define beyond nn.Linear's own classes: what a conversion loses."""
+    bases = [base for base in kind.__mro__ if base not in nn.Linear.__mro__]
+    return list(dict.fromkeys(name for base in bases for name in vars(base) if name not in _HARMLESS | {"forward"}))
 
 
 def _is_stack(module: nn.Module) -> bool:

@@ -76,7 +76,19 @@ def test_a_shared_module_is_replaced_in_every_place_and_once():
 
 
 class Inherits(nn.Linear):
-    pass
+    """Adds its construction and nothing that runs later."""
+
+    factor: float
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.factor = 3.0
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight)
+
+    def extra_repr(self):
+        return f"factor={self.factor}"
 
 
 class Scales(nn.Linear):
@@ -97,6 +109,50 @@ def test_subclasses_with_a_forward_of_their_own_are_left_and_told():
     assert "forward is not nn.Linear's" in told["scales"] and "forward is not nn.Linear's" in told["patched"]
     assert "convert first, then compile" in told["compiled"]
     assert "computed anew" in told["computed"] and "lazy" in told["lazy"] and "float64" in told["float64"]
+
+
+def test_subclasses_that_would_lose_methods_are_left_and_told():
+    class Scaled(nn.Linear):
+        def scale(self):
+            return 2.0
+
+        def get_extra_state(self):
+            return {"scale": 2.0}
+
+    class Deeper(Scaled):
+        pass
+
+    class Logs:
+        def log(self):
+            return "log"
+
+    class Mixed(nn.Linear, Logs):
+        pass
+
+    class Tagged(nn.Linear):
+        tag = "gate"
+
+    m = nn.ModuleDict({"plain": nn.Linear(16, 16), "scaled": Scaled(16, 16), "deeper": Deeper(16, 16),
+                       "mixed": Mixed(16, 16), "tagged": Tagged(16, 16), "inherits": Inherits(16, 16)})  # fmt: skip
+    keys = list(m.state_dict())
+    report = nt.convert(m, recipe())
+    assert report.converted == ["plain", "inherits"] and m["inherits"].factor == 3.0
+    methods = "a subclass of nn.Linear with methods of its own: "
+    assert reasons(report) == {
+        "scaled": f"{methods}scale, get_extra_state",
+        "deeper": f"{methods}scale, get_extra_state",
+        "mixed": f"{methods}log",
+        "tagged": "a subclass of nn.Linear with attributes of its own: tag",
+    }
+    assert list(m.state_dict()) == keys and m["deeper"].scale() == 2.0
+
+
+def test_a_parametrized_bias_is_left_and_told():
+    m = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    nn.utils.parametrize.register_parametrization(m[1], "bias", nn.Tanh())
+    report = nt.convert(m, recipe())
+    assert report.converted == ["0"] and "its bias is computed anew" in reasons(report)["1"]
+    m(torch.ones(1, 16))
 
 
 def test_weights_outside_linears_are_told():

@@ -1,6 +1,7 @@
 """set_progress and bf16_forward: the recipe's schedule in a training loop of the user's own."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -74,3 +75,17 @@ def test_a_copy_keeps_its_own_schedule():
     twin = copy.deepcopy(m)
     nt.set_progress(m, 9, 10)
     assert set(m.layers[0].up.plan) == {"bf16"} and "bf16" not in set(twin.layers[0].up.plan)
+
+
+def test_copies_and_pickles_of_a_control_serve_the_same_loop():
+    m = model()
+    keys = list(m.state_dict())
+    nt.convert(m, "bf16")
+    assert list(m.state_dict()) == keys
+    buffer = io.BytesIO()
+    torch.save(m, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(m), torch.load(buffer, weights_only=False), torch.nn.Sequential(copy.copy(m))):
+        assert nt.set_progress(twin, 5, 10) is False
+        with nt.bf16_forward(twin):
+            pass

@@ -39,14 +39,14 @@ CASES = {  # name -> (rows, rows_form, columns, columns_form)
 }  # fmt: skip
 
 
-def compile_kernel(kernel, types: dict, values: dict, arch: int, warps: int, registers: int | None = None):
+def compile_kernel(kernel, types: dict, values: dict, arch: int, warps: int):
     """``types``: run-time argument -> type, divisible by 16; ``values``: constexpr arguments."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in values.items()}
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if "stream" not in n}
     source = ASTSource(kernel, signature, constants, attrs)
-    options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": registers}
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -72,7 +72,7 @@ def quantize_case(name: str, arch: int, tile: tiles.Tile | None = None, even: bo
     both = rows is not None and columns is not None
     values |= dict(BF16_BITS=True, EVEN=even, BI=tile.rows, BJ=tile.columns, BY_EIGHTS=True, ONE_DRAW=both)
     values |= dict(ROW_VECTOR=8, COLUMN_VECTOR=tile.vector or 8)
-    return compile_kernel(quantize_kernel.quantize_kernel, types, values, arch, tile.warps, tile.registers)
+    return compile_kernel(quantize_kernel.quantize_kernel, types, values, arch, tile.warps)
 
 
 def amax_case(rotated: bool, arch: int):

@@ -294,49 +294,6 @@ def reciprocal(x):
 
 
 @triton.jit
-def nvfp4_global(amax):
-    """(S_enc * 1/6, S_dec, lift) of the float32 amax of a tensor, in the order of the definition; NaN stays NaN."""
-    lift = tl.where((amax > 0) & (amax < SMALLEST_AMAX), LIFT, 1.0)
-    lifted = amax * lift
-    quotient = tl.minimum(tl.math.div_rn(lifted * 0.0 + ENCODE_RANGE, lifted), FLT_MAX)
-    s_enc = tl.where((lifted == 0) | (quotient == 0), 1.0, quotient)
-    s_enc = tl.where((bits_of(amax) & 0x7FFFFFFF) >= INFINITY_BITS, float("nan"), s_enc)
-    return s_enc * 0.16666667163372039794921875, tl.math.div_rn(s_enc * 0.0 + 1.0, s_enc), lift
-
-
-@triton.jit
-def is_ordinary(s_dec, lift):
-    """Whether nvfp4_scales may leave out its steps for tensors of tiny amax."""
-    return not ((lift != 1.0) | (s_dec < 5.421010862427522e-20))  # 2^-64; so NaN is ordinary
-
-
-@triton.jit
-def nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY: tl.constexpr):
-    """(float32 scale, float32 encode factor) of each block. The scale is NaN where the block or the tensor is."""
-    not_finite = block_amax * 0.0  # NaN or 0
-    if ORDINARY:
-        scale = e4m3_nearest(block_amax * s_enc_6 + not_finite)
-        return scale, tl.minimum(reciprocal(scale * s_dec), FLT_MAX)
-    else:
-        scale = e4m3_nearest((block_amax * lift) * s_enc_6 + not_finite)
-        product = scale * s_dec  # at least 2^-149, at most 2^125.4; moved by a power of two where it may be subnormal
-        return scale, tl.minimum(reciprocal(product * LIFT) * LIFT, FLT_MAX)
-
-
-@triton.jit
-def mx_scales(block_amax, CEIL: tl.constexpr):
-    """As nvfp4_scales, for E8M0: exponents only. The encode factor is 2^-e, a multiplication by it exact."""
-    bits = bits_of(block_amax)
-    if CEIL:  # the least e with 6 * 2^e >= amax
-        least = tl.maximum(bits, 0x38D1B717)  # 1e-4
-        byte = (least >> 23) - 2 + ((least & 0x7FFFFF) > 0x400000).to(tl.int32)
-    else:
-        byte = tl.maximum((bits >> 23) - 2, 0)
-    byte = tl.minimum(byte, 254)
-    return tl.where(bits >= INFINITY_BITS, float("nan"), e8m0_value(byte)), e8m0_value(254 - byte)
-
-
-@triton.jit
 def e8m0_byte(scale):
     """int32 bytes of float32 powers of two; NaN is 255."""
     return tl.where(scale == scale, bits_of(scale) >> 23, 255)

@@ -102,7 +102,7 @@ def _plan(
         EVEN=height % tile.rows == 0 and width % tile.columns == 0, BY_EIGHTS=width % 8 == 0,
         ONE_DRAW=both_draw and streams_equal and rows.rounding == columns.rounding,
         **_constants("ROW", rows, True), **_constants("COLUMN", columns, False),
-        num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     row_shapes, column_shapes = _shapes(shape, rows, rows_form, 1), _shapes(shape, columns, columns_form, 0)
     return _Plan((programs,), constants, row_shapes, column_shapes)

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from nvfp4_kernels.triton import codecs
+from nvfp4_kernels.triton import codecs, scales
 from nvfp4_kernels.triton.hadamard import rotate
 from nvfp4_kernels.triton.philox import inverted_draws
 
@@ -23,11 +23,11 @@ def _form(
     x = tl.reshape(x, blocks)
     block_amax = codecs.largest_magnitude(codecs.largest_magnitude(x, 3), 1)  # [BI / BR, BJ / BC]
     if RULE == "nvfp4":
-        scale, encode = codecs.nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY)
+        scale, encode = scales.nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY)
         if not ORDINARY:
             x = x * lift
     else:
-        scale, encode = codecs.mx_scales(block_amax, RULE == "ceil")
+        scale, encode = scales.mx_scales(block_amax, RULE == "ceil")
     y = x * encode[:, None, :, None]
 
     if ROUNDING > 0:
@@ -167,11 +167,11 @@ def quantize_kernel(
     column_lift = 1.0
     ordinary = True
     if ROWS and ROW_RULE == "nvfp4":
-        row_a, row_b, row_lift = codecs.nvfp4_global(tl.load(row_amax))
-        ordinary = codecs.is_ordinary(row_b, row_lift)
+        row_a, row_b, row_lift = scales.nvfp4_global(tl.load(row_amax))
+        ordinary = scales.is_ordinary(row_b, row_lift)
     if COLUMNS and COLUMN_RULE == "nvfp4":
-        column_a, column_b, column_lift = codecs.nvfp4_global(tl.load(column_amax))
-        ordinary = ordinary & codecs.is_ordinary(column_b, column_lift)
+        column_a, column_b, column_lift = scales.nvfp4_global(tl.load(column_amax))
+        ordinary = ordinary & scales.is_ordinary(column_b, column_lift)
     # Tensors of tiny amax need a few more steps. They are next to never met, so the others do not pay for them.
     if ordinary:
         _tile(

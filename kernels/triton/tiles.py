@@ -13,7 +13,6 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     vector: int = 0  # neighbours of a row in one thread, for the column form; 0: 16 bytes of them
-    registers: int | None = None  # a limit for a thread, so that more of them run at once
 
 
 TABLE = {  # kind of work -> tile for a large tensor
