@@ -21,7 +21,7 @@ app = typer.Typer(
 
 ExperimentFile = Annotated[Path, typer.Argument(metavar="EXPERIMENT", help="the experiment's YAML file")]
 Out = Annotated[
-    Path | None, typer.Option("--out", help="the run folder, runs/NAME by default; a run that was stopped goes on there")
+    Path | None, typer.Option("--out", help="the run folder, by default runs/NAME; a stopped run goes on there")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON to stdout, everything else to stderr")]
 

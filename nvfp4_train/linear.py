@@ -171,8 +171,8 @@ class QuantizedLinear(nn.Linear):
         main_grad = getattr(self.weight, "main_grad", None)
         dtype = out_dtype if self.bias is None else torch.float32  # the bias joins before the one rounding
         y = LinearFunction.apply(
-            x.reshape(x.shape[:-1].numel(), self.in_features), self.weight, main_grad, seed, where, self.plan, self.backend,
-            dtype, needs,
+            x.reshape(x.shape[:-1].numel(), self.in_features), self.weight, main_grad, seed, where, self.plan,
+            self.backend, dtype, needs,
         )  # fmt: skip
         if self.bias is not None:
             y = (y + self.bias.float()).to(out_dtype)

@@ -78,7 +78,7 @@ class Survey:
             return "nn.MultiheadAttention reads its weight and never calls it"
         added = _added(type(module))
         if added:
-            what = "methods" if any(callable(getattr(module, name, None)) for name in added) else "attributes"
+            what = "methods" if any(callable(getattr(type(module), name)) for name in added) else "attributes"
             return f"a subclass of nn.Linear with {what} of its own: {', '.join(added)}"
         return None
 

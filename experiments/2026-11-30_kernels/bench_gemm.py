@@ -1,4 +1,4 @@
-"""Times and checks kernels/cublas.py and its two rivals against torch.mm on one GPU; on a CPU it only rehearses the checks.
+"""Times and checks kernels/cublas.py and its two rivals against torch.mm on one GPU; on a CPU only the checks.
 
     python experiments/2026-11-30_kernels/bench_gemm.py [--large] [--small] [--check] [--tiles] [--out FOLDER]
 
