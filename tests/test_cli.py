@@ -13,6 +13,10 @@ from nvfp4_train.experiment import checkpoint
 from nvfp4_train.experiment.record import prepare_run
 
 ARMS = TINY["arms"]
+GEMMA2 = {
+    "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
 
 
@@ -32,6 +36,8 @@ BAD_INPUT = {
     "model too short": ({"data.sequence_length": 128}, "reads at most 64 tokens"),
     "vocabulary too small": ({"model.config.vocab_size": 100}, "vocab_size"),
     "missing model folder": ({"model": {"checkpoint": "nowhere"}}, "no config.json"),
+    "broken model folder": ({"model": {"checkpoint": "broken"}}, "config.json cannot be read"),
+    "no sdpa": ({"model.config": GEMMA2}, "set model.attention: eager"),
     "missing text": ({"data.files": ["nothing/*.txt"]}, "no file matches"),
     "missing tokenizer": ({"data.tokenizer": "tok.json"}, "there is no file"),
     "missing dataset": ({"data": {"dataset": {"path": "text", "data_files": ["x.txt"]}, "sequence_length": 32}},
@@ -51,6 +57,8 @@ def test_bad_input(tmp_path, monkeypatch, command, changes, told):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = write_experiment(tmp_path, changes)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
     words = ["--arm", "bf16", "--seed", 1] if command == "train" else []
     result = call(command, path, *words, "--out", tmp_path / "out")
     assert result.exit_code == 2, result.output
@@ -86,7 +94,12 @@ def test_out_that_is_something_else(tmp_path):
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     prepare_run(tiny(tmp_path, {"name": "other"}), tmp_path / "other")
     write_experiment(tmp_path)
-    for out, told in (("file", "is a file"), ("full", "is not empty"), ("other", "another experiment: name")):
+    for out, told in (
+        ("file", "is a file"),
+        ("file/a/b", "is a file"),
+        ("full", "is not empty"),
+        ("other", "another experiment: name"),
+    ):
         result = call("compare", path, "--out", tmp_path / out)
         assert result.exit_code == 2 and told in result.stderr, result.output
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]

@@ -12,13 +12,14 @@ from rich.console import Console
 from tiny_experiment import tiny, write_experiment
 
 from nvfp4_train.experiment import tracking
-from nvfp4_train.experiment.compare import JobState, compare
+from nvfp4_train.experiment.compare import JobState, _jobs, compare
 from nvfp4_train.experiment.config import load_experiment
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.progress import Display
 from nvfp4_train.experiment.record import job_folder, prepare_run
 from nvfp4_train.experiment.shares import format_name, matmul_shares
 from nvfp4_train.experiment.tracking import MetricsReader
+from nvfp4_train.experiment.train import read_result
 from nvfp4_train.recipe import load_recipe
 
 
@@ -104,6 +105,27 @@ def test_a_folder_of_another_experiment_is_refused_untouched(tmp_path, changes, 
     with pytest.raises(ExperimentError, match=told):
         prepare_run(tiny(tmp_path, changes), out)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_leftovers_of_a_kill_while_the_record_was_written(tmp_path):
+    experiment, out = tiny(tmp_path), tmp_path / "out"
+    prepare_run(experiment, out)
+    (out / "record.json").rename(out / "record.json.123")
+    (out / "data.x1y2").mkdir()
+    prepare_run(experiment, out)
+    assert (out / "record.json").is_file()
+
+
+def test_a_damaged_result_is_told(tmp_path):
+    experiment, out = tiny(tmp_path), tmp_path / "out"
+    folder = job_folder(out, "bf16", 1)
+    folder.mkdir(parents=True)
+    for text in ("", "[]", "{}"):
+        (folder / "result.json").write_text(text)
+        with pytest.raises(ExperimentError, match="result.json is damaged"):
+            read_result(folder)
+        with pytest.raises(ExperimentError, match="result.json is damaged"):
+            _jobs(experiment, out)
 
 
 def test_seeds_and_arms_may_be_added(tmp_path):

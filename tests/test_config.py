@@ -5,7 +5,7 @@ from tiny_experiment import TINY, tiny, write_experiment
 
 from nvfp4_train.experiment.config import NOISE_FLOOR, load_experiment
 from nvfp4_train.experiment.errors import ExperimentError
-from nvfp4_train.experiment.model import learning_rate
+from nvfp4_train.experiment.model import learning_rate, resolve_config
 
 FAULTS = [
     ({"training.learning_rat": 1.0}, ["training.learning_rat", "did you mean 'learning_rate'"]),
@@ -19,6 +19,7 @@ FAULTS = [
     ({"training.device": "gpu"}, ["training.device", "'gpu'", "cpu or cuda"]),
     ({"model.checkpoint": "folder"}, ["model", "'config'", "'checkpoint'"]),
     ({"model.config.model_type": None}, ["model", "model_type"]),
+    ({"model.config.model_type": ["llama"]}, ["model", "model_type, a name"]),
     ({"data.source": "stdlib"}, ["exactly one of", "source, files"]),
     ({"data.files": None}, ["exactly one of", "none of them"]),
     ({"data.end_of_document": "<eos>"}, ["end_of_document", "tokenizer.json"]),
@@ -34,9 +35,17 @@ FAULTS = [
     ({"arms": [{"name": "a", "recipe": "nvidia_nvfp4", "control": True}]}, ["'a' is the control", "must be bf16"]),
     ({"arms": [TINY["arms"][0], {"name": "b", "recipe": "nvidia_nvfp"}]}, ["arms.b.recipe", "did you mean"]),
     ({"arms": [TINY["arms"][0], {"name": "b", "recipe": "my/own.yaml"}]}, ["arms.b.recipe", "own.yaml"]),
+    *(({"arms": [TINY["arms"][0], {"name": name, "recipe": "bf16"}]}, [f"'{name}' is taken"])
+      for name in ("data", "record.json", "experiment.yaml", "Report.html", "loss.png")),
+    ({"arms": [{**TINY["arms"][0], "control": "yes"}]}, ["arms[0].control", "valid boolean"]),
+    ({"seeds": [True]}, ["seeds[0]", "valid integer"]),
+    ({"seeds": ["1"]}, ["seeds[0]", "valid integer"]),
+    ({"training.steps": True}, ["training.steps", "expected a number, got true"]),
+    ({"training.learning_rate": True}, ["training.learning_rate", "expected a number, got true"]),
+    ({"noise_floor": 1}, ["noise_floor", "valid boolean"]),
     ({"equivalence": None}, ["equivalence", "missing"]),
     ({"tracking": {"wandb": {"mode": "ofline"}}}, ["tracking.wandb.mode", "did you mean 'offline'"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes, told", FAULTS, ids=[",".join(map(str, f[0])) for f in FAULTS])
@@ -111,3 +120,37 @@ def test_what_may_change_between_two_calls_is_not_part_of_the_identity(tmp_path)
     assert tiny(tmp_path, same).digest() == first
     for change in ({"training.learning_rate": 1e-3}, {"equivalence.percent": 1.0}, {"data.held_out": 0.2}):
         assert tiny(tmp_path, change).digest() != first
+
+
+NEOX = {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "config, arrived",
+    [
+        ({"model_type": "llama", "rope_theta": 12345.0}, {"rope_theta": 12345.0}),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7.0},
+         {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}),
+        ({"model_type": "llama", "rope_scaling": None, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+          "transformers_version": "4.30.0"}, {"rope_theta": 10000.0}),
+        ({**NEOX, "rotary_pct": 0.5, "rotary_emb_base": 777}, {"partial_rotary_factor": 0.5, "rope_theta": 777}),
+    ],
+)  # fmt: skip
+def test_keys_of_older_config_files_act(tmp_path, config, arrived):
+    experiment = tiny(tmp_path, {"model.config": config})
+    before = experiment.digest()
+    found = resolve_config(experiment, 256).rope_parameters
+    assert {key: found[key] for key in arrived} == arrived
+    assert experiment.digest() == before  # transformers has not written into the experiment
+
+
+@pytest.mark.parametrize(
+    "config, told",
+    [
+        ({"model_type": "gpt2", "rope_theta": 5.0}, "does not know 'rope_theta'"),
+        ({"model_type": "llama", "rotary_emb_base": 777}, "rotary_emb_base: a llama config ignores it"),
+    ],
+)
+def test_keys_that_would_not_act_are_refused(tmp_path, config, told):
+    with pytest.raises(ExperimentError, match=told):
+        resolve_config(tiny(tmp_path, {"model.config": config}), 256)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tiny_experiment import tiny, write_text
 
 from nvfp4_train.experiment.data import load_corpus, split
 from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.experiment.model import build_model
 
 
 def tokens_of(out, name):
@@ -183,3 +185,44 @@ def test_a_corpus_that_cannot_be_is_refused_and_nothing_is_left(tmp_path, texts,
     with pytest.raises(ExperimentError, match=told):
         load_corpus(experiment, tmp_path / "out")
     assert not (tmp_path / "out" / "data").exists()
+
+
+def test_shards_beyond_the_vocabulary_of_a_checkpoint(tmp_path):
+    build_model(tiny(tmp_path), 1, 256).config.save_pretrained(tmp_path / "model")
+    (np.arange(3000) % 256).astype(np.uint16).tofile(tmp_path / "a.bin")
+    data = {"shards": ["a.bin", "b.bin"], "sequence_length": 32}
+    experiment = tiny(tmp_path, {"data": data, "model": {"checkpoint": "model"}})
+    np.full(100, 255, dtype=np.uint16).tofile(tmp_path / "b.bin")
+    load_corpus(experiment, tmp_path / "fits")
+    np.full(100, 256, dtype=np.uint16).tofile(tmp_path / "b.bin")
+    with pytest.raises(ExperimentError, match="b.bin: token 256, but the vocab_size of model.checkpoint is 256"):
+        load_corpus(experiment, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("corpus.json", "", "corpus.json is damaged"),
+        ("corpus.json", "{}", "corpus.json is damaged"),
+        ("train.bin", None, "train.bin cannot be read"),
+        ("train.bin", "ab", "have changed"),
+        ("train.bin", "abc", "train.bin: 3 bytes"),
+    ],
+)
+def test_a_damaged_data_folder_is_told(tmp_path, name, content, told):
+    experiment = tiny(tmp_path)
+    load_corpus(experiment, tmp_path / "out")
+    path = tmp_path / "out" / "data" / name
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(ExperimentError, match=told):
+        load_corpus(experiment, tmp_path / "out")
+
+
+def test_the_data_folder_follows_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        load_corpus(tiny(tmp_path), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "data").stat().st_mode & 0o777 == 0o750
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["data"]

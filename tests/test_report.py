@@ -9,6 +9,7 @@ from rich.console import Console
 from synthetic_run import write_run
 
 from nvfp4_train.experiment.report import render, summary, summary_table
+from nvfp4_train.experiment.results import read_run
 from nvfp4_train.experiment.statistics import Interval
 from nvfp4_train.experiment.wording import interval_text, percent
 
@@ -139,6 +140,15 @@ def test_failures_are_said_aloud(tmp_path):
     assert "has no gap to report. Cannot tell: no seed has both this arm and the control finished." in text
     assert len(summary(run)["problems"]) == 4
     assert "fp4, seed 2: missing" in table_text(run)
+
+
+def test_a_failure_told_as_a_sentence_is_not_ended_twice(tmp_path):
+    run = write_run(tmp_path / "r", gaps={"fp4": {0: 0.01}}, seed_offsets={0: 0.0}, failed=(("fp4", 0),))
+    path = run / "fp4" / "seed0" / "result.json"
+    result = json.loads(path.read_text())
+    result["failure"]["tensor"] = "the weight lm_head.weight is not finite"
+    path.write_text(json.dumps(result))
+    assert ": the weight lm_head.weight is not finite; last good" in read_run(run).job("fp4", 0).why
 
 
 def test_the_last_loss_of_a_failed_job_is_not_shown_as_a_result(tmp_path):

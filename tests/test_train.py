@@ -264,9 +264,33 @@ def test_broken_numbers_stop_the_job_by_name(tmp_path, where, told):
         broken.run()
     failure = json.loads((broken.folder / "result.json").read_text())["failure"]
     assert failure["step"] == 6 and told in failure["tensor"]
-    assert failure["checkpoint"].endswith("step_00000004") and failure["checkpoint"] in str(caught.value)
-    with pytest.raises(TrainingStopped, match="step 6"):  # asked again, it says so again
-        run_job(experiment, "nvfp4", 1, tmp_path / "out")
+    assert failure["checkpoint"] == "nvfp4/seed1/checkpoint/step_00000004" and failure["checkpoint"] in str(
+        caught.value
+    )
+    os.rename(tmp_path / "out", tmp_path / "moved")
+    with pytest.raises(TrainingStopped, match="step 6") as again:  # asked again, it says so again
+        run_job(experiment, "nvfp4", 1, tmp_path / "moved")
+    assert str(tmp_path / "moved" / failure["checkpoint"]) in str(again.value)
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, every):
+    """Found at the checkpoint itself, and by name at an evaluation of the same step."""
+    experiment = tiny(tmp_path, {"checkpoint.every": 1, "evaluation.every": every})
+    broken = job(experiment, "bf16", tmp_path / "out")
+    update = broken.optimizer.step
+
+    def overflow():
+        update()
+        if broken.step == 3:
+            broken.model.model.norm.weight.data[0] = float("inf")
+
+    broken.optimizer.step = overflow
+    with pytest.raises(TrainingStopped, match="step 4: the weight model.norm.weight is not finite"):
+        broken.run()
+    failure = json.loads((broken.folder / "result.json").read_text())["failure"]
+    assert (failure["step"], failure["checkpoint"]) == (4, "bf16/seed1/checkpoint/step_00000003")
+    assert checkpoint.latest(broken.folder / "checkpoint").name == "step_00000003"
 
 
 def test_a_spike_and_a_switch_are_written_down(tmp_path, monkeypatch):

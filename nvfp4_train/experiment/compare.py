@@ -14,17 +14,16 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from nvfp4_train.experiment.config import Experiment
-from nvfp4_train.experiment.errors import disk_faults
+from nvfp4_train.experiment.errors import Failure, disk_faults
 from nvfp4_train.experiment.progress import Display
 from nvfp4_train.experiment.record import choose_device, job_folder, prepare_run
 from nvfp4_train.experiment.tracking import MetricsReader, check_wandb
-from nvfp4_train.experiment.train import read_result
+from nvfp4_train.experiment.train import failure_of, read_result
 
 POLL_SECONDS = 0.3
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
@@ -92,15 +91,14 @@ def _jobs(experiment: Experiment, out: Path) -> list[JobState]:
             if (result := read_result(folder)) is not None:
                 job.status = result["status"]
                 if job.status == "failed":
-                    job.exit_code, job.message = 3, _told(result["failure"])
+                    job.exit_code, job.message = 3, _told(failure_of(result, out))
             jobs.append(job)
     return jobs
 
 
-def _told(failure: dict[str, Any]) -> str:
-    kept = failure["checkpoint"]
-    told = f"stopped at step {failure['step']}: {failure['tensor']}"
-    return f"{told}; the last good checkpoint is {kept}" if kept else told
+def _told(failure: Failure) -> str:
+    told = f"stopped at step {failure.step}: {failure.tensor}"
+    return f"{told}; the last good checkpoint is {failure.checkpoint}" if failure.checkpoint else told
 
 
 def _slots(experiment: Experiment) -> tuple[int, list[dict[str, str]]]:
@@ -168,7 +166,7 @@ def _settle(job: JobState, code: int) -> None:
         return
     job.status, job.exit_code = "failed", code if code in (2, 3) else 1
     if result is not None and result["failure"]:
-        job.message = _told(result["failure"])
+        job.message = _told(failure_of(result, job.folder.parents[1]))
         return
     lines = (job.folder / "log.txt").read_text(errors="replace").strip().splitlines()
     last = lines[-1].removeprefix("error: ") if lines else "no output"

@@ -29,8 +29,10 @@ from nvfp4_train.experiment.sections import (
     DataSection,
     EquivalenceSection,
     EvaluationSection,
+    Flag,
     ModelSection,
     Name,
+    Seed,
     TrackingSection,
     TrainingSection,
 )
@@ -39,6 +41,15 @@ from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, did_you_mean, 
 
 NOISE_FLOOR = "noise_floor"
 DATA = "data"  # the folder of the tokens, beside those of the arms
+
+
+FILES = {DATA, "experiment.yaml", "record.json", "report.html"}  # of the run folder; the plots are all .png
+
+
+def _is_taken(name: str, taken: set[str]) -> bool:
+    """Whether a folder of this name would stand where the run folder has a file (some disks ignore case)."""
+    name = name.lower()
+    return name in taken or name.startswith(("experiment.yaml.", "record.json.")) or name.endswith(".png")
 
 
 class Arm(NamedTuple):
@@ -56,8 +67,8 @@ class Experiment(Strict):
     data: DataSection
     training: TrainingSection
     arms: Annotated[list[ArmSection], Field(min_length=1)]
-    noise_floor: bool = False
-    seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    noise_floor: Flag = False
+    seeds: Annotated[list[Seed], Field(min_length=1)]
     evaluation: EvaluationSection
     checkpoint: CheckpointSection = CheckpointSection(every=1000)
     equivalence: EquivalenceSection
@@ -74,8 +85,8 @@ class Experiment(Strict):
         controls = [arm.name for arm in self.arms if arm.control]
         if len(controls) != 1:
             problems.append(f"exactly one arm must say control: true (found {len(controls)})")
-        taken = {NOISE_FLOOR, DATA} if self.noise_floor else {DATA}
-        problems += [f"the arm name {name!r} is taken; choose another" for name in sorted(taken.intersection(names))]
+        taken = FILES | {NOISE_FLOOR} if self.noise_floor else FILES
+        problems += [f"the arm name {n!r} is taken; choose another" for n in sorted(names) if _is_taken(n, taken)]
         if len(set(self.seeds)) != len(self.seeds):
             problems.append("a seed is listed twice")
         if problems:

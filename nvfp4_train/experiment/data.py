@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nvfp4_train.experiment.config import DATA
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
+from nvfp4_train.experiment.model import shard_limit
 from nvfp4_train.experiment.randomness import generator
 from nvfp4_train.experiment.sources import documents, is_held_out_by_name, shard_files
 
@@ -57,6 +58,11 @@ class Corpus:
         self.length = sequence_length
         self._train = TokenFiles(info.train)
         self._held_out = TokenFiles(info.held_out)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Training and held-out tokens, as the files have them."""
+        return len(self._train), len(self._held_out)
 
     def train_batch(self, seed: int, step: int, part: int, batch: int, parts: int) -> Tensor:
         """int64 [batch, sequence_length + 1]: microbatch `part` of `parts` of step `step` (0-based).
@@ -110,6 +116,17 @@ class TokenFiles:
 
 def open_tokens(path: Path) -> np.ndarray:
     """A 1-D memory map: .npy of uint16 or uint32, .bin of uint16, .bin32 of uint32."""
+    try:
+        return _open_tokens(path)
+    except (OSError, EOFError) as error:
+        raise ExperimentError(f"the token file {path} cannot be read ({error}); restore it") from None
+    except ValueError as error:
+        if isinstance(error, ExperimentError):
+            raise
+        raise ExperimentError(f"the token file {path} is damaged ({error}); restore it") from None
+
+
+def _open_tokens(path: Path) -> np.ndarray:
     if path.suffix == ".npy":
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
@@ -164,22 +181,35 @@ def load_corpus(experiment: Experiment, out: Path) -> Corpus:
     if not (folder / "corpus.json").is_file():
         with disk_faults(out):
             _prepare(experiment, folder, wanted)
-    kept = json.loads((folder / "corpus.json").read_text())
-    if kept.pop("settings") != wanted:
+    try:
+        kept = json.loads((folder / "corpus.json").read_text())
+        settings, info = kept.pop("settings"), CorpusInfo(**kept)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ExperimentError(
+            f"{folder}/corpus.json is damaged ({error}); delete {folder} to prepare it anew"
+        ) from None
+    if settings != wanted:
         raise ExperimentError(f"{folder} holds another corpus; choose another --out")
-    info = CorpusInfo(**kept)
     _refuse_short(experiment, info)
     here = info._replace(
         train=[str(folder / path) for path in info.train], held_out=[str(folder / path) for path in info.held_out]
     )
-    return Corpus(here, experiment.data.sequence_length)
+    corpus = Corpus(here, experiment.data.sequence_length)
+    if corpus.sizes != (info.train_tokens, info.held_out_tokens):
+        raise ExperimentError(
+            f"the tokens of {folder}/corpus.json have changed: {corpus.sizes} training and held-out tokens where "
+            f"{(info.train_tokens, info.held_out_tokens)} were; delete {folder} to prepare it anew"
+        )
+    return corpus
 
 
 def _prepare(experiment: Experiment, folder: Path, wanted: str) -> None:
     """Writes `folder` whole or not at all; where another job was faster, its result stands."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="data.", dir=folder.parent))
+    private = Path(tempfile.mkdtemp(prefix="data.", dir=folder.parent))
+    scratch = private / DATA  # mkdtemp is for its owner alone; what is made in it follows the umask
     try:
+        scratch.mkdir()
         info = _from_shards(experiment) if experiment.data.shards else _from_text(experiment, scratch)
         _refuse_short(experiment, info)
         (scratch / "corpus.json").write_text(json.dumps({"settings": wanted, **info._asdict()}, indent=1))
@@ -189,7 +219,7 @@ def _prepare(experiment: Experiment, folder: Path, wanted: str) -> None:
             if not (folder / "corpus.json").is_file():
                 raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def _from_text(experiment: Experiment, scratch: Path) -> CorpusInfo:
@@ -244,7 +274,7 @@ def _from_shards(experiment: Experiment) -> CorpusInfo:
     data = experiment.data
     train, held_out = shard_files(experiment)
     sha, counts = hashlib.sha256(), []
-    limit = (experiment.model.config or {}).get("vocab_size")
+    limit, key = shard_limit(experiment)
     for files in (train, held_out):
         counts.append(0)
         for path in files:
@@ -253,7 +283,7 @@ def _from_shards(experiment: Experiment) -> CorpusInfo:
                 piece = np.ascontiguousarray(tokens[i : i + CHUNK])
                 sha.update(piece)
                 if limit is not None and int(piece.max()) >= limit:
-                    raise ExperimentError(f"{path}: token {int(piece.max())}, but model.config.vocab_size is {limit}")
+                    raise ExperimentError(f"{path}: token {int(piece.max())}, but {key} is {limit}")
             counts[-1] += len(tokens)
     return CorpusInfo(
         source=_describe(data), sha256=sha.hexdigest(), documents=len(train) + len(held_out), train_tokens=counts[0],

@@ -9,11 +9,19 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def first_bad_output(model: nn.Module, forward: Callable[[], object]) -> str:
-    """The first weight, else the first module output in order of execution; `forward` runs the batch again."""
+def first_bad_weight(model: nn.Module) -> str | None:
+    """The first weight with NaN or Inf, as a phrase; None where all are finite."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             return f"the weight {name} is not finite"
+    return None
+
+
+@torch.no_grad()
+def first_bad_output(model: nn.Module, forward: Callable[[], object]) -> str:
+    """The first weight, else the first module output in order of execution; `forward` runs the batch again."""
+    if weight := first_bad_weight(model):
+        return weight
     found: list[str] = []
 
     def look(name: str) -> Callable[..., None]:

@@ -44,6 +44,7 @@ def disk_faults(folder: Path) -> Iterator[None]:
             errno.ENOSPC: "the disk is full; free some space",
             errno.EDQUOT: "your disk quota is used up; free some space",
             errno.EROFS: "the disk is read-only; choose another --out",
+            errno.ENOTDIR: "a part of the path is a file; choose another --out",
             errno.EACCES: "permission denied; choose another --out",
         }
         if error.errno not in reasons:

@@ -6,8 +6,9 @@ Nothing is ever downloaded.
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,9 +20,18 @@ from nvfp4_train.experiment.randomness import generator, isolated
 from nvfp4_train.recipe_errors import did_you_mean
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nvfp4_train.experiment.config import Experiment
 
 BF16_FRACTION_BITS = 7
+# Keys of config.json files that transformers still reads but writes no longer. The rope keys go into
+# config.rope_parameters, under the name given here; those of PASSIVE say nothing about the model we train.
+ROPE_KEYS = {
+    "rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "rope_local_base_freq": "rope_theta",
+    "rotary_pct": "partial_rotary_factor", "partial_rotary_factor": "partial_rotary_factor", "rope_scaling": None,
+}  # fmt: skip
+PASSIVE_KEYS = {"architectures", "torch_dtype", "transformers_version"}
 
 
 def resolve_config(experiment: Experiment, vocab_size: int | None):
@@ -31,9 +41,10 @@ def resolve_config(experiment: Experiment, vocab_size: int | None):
         folder = experiment.local(experiment.model.checkpoint)
         if not (folder / "config.json").is_file():
             raise ExperimentError(f"model.checkpoint: {folder} is not a Hugging Face folder (it has no config.json)")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _config_of(folder)
     else:
-        config = _config_from(dict(experiment.model.config), vocab_size, path)
+        # A deep copy: transformers writes into the rope_scaling it is given.
+        config = _config_from(copy.deepcopy(experiment.model.config), vocab_size, path)
     if vocab_size is None and experiment.model.config is not None and "vocab_size" not in experiment.model.config:
         raise ExperimentError(f"{path}: model.config.vocab_size is needed: shards do not say how large it is")
     if vocab_size is not None and config.vocab_size < vocab_size:
@@ -50,6 +61,23 @@ def resolve_config(experiment: Experiment, vocab_size: int | None):
     return config
 
 
+def _config_of(folder: Path):
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # OSError, ValueError, KeyError: as many as there are ways to damage a config.json
+        raise ExperimentError(f"model.checkpoint: {folder}/config.json cannot be read: {_one_line(error)}") from error
+
+
+def shard_limit(experiment: Experiment) -> tuple[int | None, str]:
+    """How many tokens the model knows (None where it does not say), and the key that says so."""
+    if experiment.model.checkpoint is None:
+        found, key = experiment.model.config.get("vocab_size"), "model.config.vocab_size"
+    else:
+        config = resolve_config(experiment, None)
+        found, key = getattr(config, "vocab_size", None), "the vocab_size of model.checkpoint"
+    return (found if isinstance(found, int) else None), key
+
+
 def _config_from(settings: dict, vocab_size: int | None, path):
     kind = settings.pop("model_type")
     if kind not in CONFIG_MAPPING:
@@ -58,17 +86,40 @@ def _config_from(settings: dict, vocab_size: int | None, path):
         )
     cls = CONFIG_MAPPING[kind]
     known = set(cls().to_dict()) | set(getattr(cls, "attribute_map", {}))
+    rope = {key: settings[key] for key in ROPE_KEYS if key in settings and key not in known}
+    legacy = PASSIVE_KEYS | (set(rope) if "rope_parameters" in known else set())
     unknown = [
-        f"{key!r}{did_you_mean(key, known)}" for key in settings if key not in known and not key.startswith("_")
+        f"{key!r}{did_you_mean(key, known)}"
+        for key in settings
+        if key not in known | legacy and not key.startswith("_")
     ]
     if unknown:
         raise ExperimentError(f"{path}: model.config: a {kind} config does not know {', '.join(unknown)}")
     if vocab_size is not None:
         settings.setdefault("vocab_size", vocab_size)
     try:
-        return AutoConfig.for_model(kind, **settings)
+        config = AutoConfig.for_model(kind, **copy.deepcopy(settings))
     except Exception as error:  # each architecture checks itself in its own way
         raise ExperimentError(f"{path}: model.config: {error}") from error
+    for key, value in rope.items():
+        if value is not None and not _acts(key, value, config.rope_parameters):
+            raise ExperimentError(
+                f"{path}: model.config.{key}: a {kind} config ignores it; write it in rope_parameters"
+            )
+    return config
+
+
+def _acts(key: str, value: Any, parameters: dict[str, Any] | None) -> bool:
+    """Whether an old rope key has arrived in config.rope_parameters, which may have one level of layer types."""
+    parameters = parameters or {}
+    places = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]
+    wanted = value if isinstance(value, dict) else {ROPE_KEYS[key]: value}
+    wanted = {name: asked for name, asked in wanted.items() if name not in ("type", "rope_type")}  # su -> longrope
+    return any(all(place.get(name) == asked for name, asked in wanted.items()) for place in places)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudged: bool = False) -> nn.Module:
@@ -83,7 +134,10 @@ def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudge
             else:
                 model = AutoModelForCausalLM.from_config(config, **kind)
     except Exception as error:  # transformers has no common error for a config that cannot be built
-        raise ExperimentError(f"{experiment.path}: model: transformers cannot build it: {error}") from error
+        told = f"{experiment.path}: model: transformers cannot build it: {error}"
+        if experiment.model.attention != "eager" and "attn_implementation" in str(error):
+            told = f"{experiment.path}: model: set model.attention: eager ({_one_line(error).split('. ')[0]})"
+        raise ExperimentError(told) from error
     refuse_non_finite(model, experiment.model.checkpoint or "the freshly initialised model")
     if nudged:
         nudge(model, seed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,16 +61,18 @@ def prepare_run(experiment: Experiment, out: Path) -> Corpus:
 
 
 def _read_record(out: Path) -> dict[str, Any] | None:
-    if out.exists() and not out.is_dir():
-        raise ExperimentError(f"--out {out} is a file; name a folder")
+    for place in (out, *out.parents):
+        if place.exists() and not place.is_dir():
+            raise ExperimentError(f"--out {out}: {place} is a file; name a folder")
     path = out / "record.json"
     if path.is_file():
         try:
             return json.loads(path.read_text())
         except ValueError as error:
             raise ExperimentError(f"{path} is damaged ({error}); choose another --out") from None
-    strangers = [p.name for p in out.iterdir() if not p.name.startswith(DATA)] if out.is_dir() else []
-    if strangers and strangers != ["experiment.yaml"]:
+    # A kill on the way to the first record leaves the copy of the experiment, or what write_whole was writing.
+    ours = re.compile(rf"{DATA}.*|experiment\.yaml|(experiment\.yaml|record\.json)\.\d+")
+    if out.is_dir() and any(not ours.fullmatch(p.name) for p in out.iterdir()):
         raise ExperimentError(f"--out {out} is not empty and is no run folder (it has no record.json); name a new one")
     return None
 

@@ -128,7 +128,8 @@ def _read_result(path: Path, lines: list[dict[str, Any]]) -> tuple[dict[str, Any
     failure = result.get("failure") or {}
     why = f"stopped at step {failure.get('step', result.get('steps', '?'))}"
     if failure.get("tensor"):
-        why += f": {failure['tensor']} was not finite"
+        tensor = str(failure["tensor"])  # mostly a phrase such as "the weight x is not finite"
+        why += f": {tensor}" if "finite" in tensor else f": {tensor} was not finite"
     if failure.get("checkpoint"):
         why += f"; last good checkpoint: {failure['checkpoint']}"
     return result, "failed" if status == "failed" else "unfinished", why

@@ -10,9 +10,21 @@ from pydantic import BeforeValidator, Field, model_validator
 from nvfp4_train.recipe_errors import Strict, one_of
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=80)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+
+
+def _no_flag(value: Any) -> Any:
+    """pydantic would read true as 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got {str(value).lower()}")
+    return value
+
+
+# Numbers may be written as text, because YAML reads 2e-3 as text; flags may not.
+Fraction = Annotated[float, BeforeValidator(_no_flag), Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, BeforeValidator(_no_flag), Field(gt=0.0, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_no_flag), Field(ge=1)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 def _choice(*choices: str, what: str) -> BeforeValidator:
@@ -30,8 +42,8 @@ class ModelSection(Strict):
     def _one(self):
         if (self.config is None) == (self.checkpoint is None):
             raise ValueError("give either 'config' (a transformers config with model_type) or 'checkpoint' (a folder)")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("'config' needs model_type, such as llama or qwen3")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("'config' needs model_type, a name such as llama or qwen3")
         return self
 
 
@@ -43,7 +55,7 @@ class DatasetSection(Strict):
     data_files: list[str] | None = None
     split: str = "train"
     column: str = "text"
-    streaming: bool = False
+    streaming: Flag = False
     documents: Count | None = None
 
     @model_validator(mode="after")
@@ -99,7 +111,7 @@ class TrainingSection(Strict):
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
     clip: Positive | None = 1.0
-    compile: bool = False
+    compile: Flag = False
     threads: Count = 1
     device: Annotated[str, _choice("auto", "cpu", "cuda", what="a device")] = "auto"
 
@@ -117,7 +129,7 @@ class TrainingSection(Strict):
 class ArmSection(Strict):
     name: Name
     recipe: str | dict[str, Any]
-    control: bool = False
+    control: Flag = False
 
 
 class EvaluationSection(Strict):

@@ -27,7 +27,7 @@ from nvfp4_train import conversion
 from nvfp4_train.experiment import checkpoint, randomness
 from nvfp4_train.experiment.config import Experiment
 from nvfp4_train.experiment.data import Corpus
-from nvfp4_train.experiment.diagnosis import first_bad_gradient, first_bad_output
+from nvfp4_train.experiment.diagnosis import first_bad_gradient, first_bad_output, first_bad_weight
 from nvfp4_train.experiment.errors import ExperimentError, Failure, TrainingStopped
 from nvfp4_train.experiment.model import build_model, learning_rate
 from nvfp4_train.experiment.record import choose_device, job_folder, prepare_run
@@ -51,14 +51,27 @@ def run_job(
     with _only_one(folder):
         if (done := read_result(folder)) is not None:
             if done["failure"]:
-                raise TrainingStopped(arm, seed, Failure(**done["failure"]))
+                raise TrainingStopped(arm, seed, failure_of(done, out))
             return done
         return Job(experiment, arm, seed, folder, corpus, announce).run()
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
     path = folder / "result.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        result = json.loads(path.read_text())
+        _ = result["status"], result["failure"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExperimentError(f"{path} is damaged ({error}); delete it and run the same command again") from None
+    return result
+
+
+def failure_of(result: dict[str, Any], out: Path) -> Failure:
+    """The failure of a result.json, its checkpoint as a path that can be opened from here."""
+    failure = Failure(**result["failure"])
+    return failure._replace(checkpoint=failure.checkpoint and str(out / failure.checkpoint))
 
 
 @contextlib.contextmanager
@@ -192,7 +205,8 @@ class Job:
                 with conversion.bf16_forward(self.model):
                     bf16 = self._held_out_loss()
         if not math.isfinite(loss):
-            raise TrainingStopped(self.arm.name, self.seed, self._failure("the held-out loss is not finite"))
+            told = first_bad_weight(self.model) or "the held-out loss is not finite"
+            raise TrainingStopped(self.arm.name, self.seed, self._failure(told, self.step))
         self.evaluation = {"loss": loss, "loss_bf16_forward": bf16}
         self._write(kind="eval", **self.evaluation)
         self.announce(f"step {self.step} of {self.total}: held-out loss {loss:.4f}")
@@ -219,8 +233,9 @@ class Job:
         if changed:
             self._write(kind="phase", progress=self.step / self.total, text=", ".join(changed))
 
-    def _failure(self, tensor: str) -> Failure:
-        return Failure(self.step + 1, tensor, str(self.last_checkpoint) if self.last_checkpoint else None)
+    def _failure(self, tensor: str, step: int | None = None) -> Failure:
+        kept = str(self.last_checkpoint) if self.last_checkpoint else None
+        return Failure(self.step + 1 if step is None else step, tensor, kept)
 
     def _diagnose(self) -> str:
         batches = [self._batch(part) for part in range(self.settings.accumulation)]
@@ -240,6 +255,8 @@ class Job:
         }  # fmt: skip
 
     def _save(self) -> None:
+        if weight := first_bad_weight(self.model):  # an overflow in the last update, which no loss has seen yet
+            raise TrainingStopped(self.arm.name, self.seed, self._failure(weight, self.step))
         folder = self.folder / "checkpoint"
         self.last_checkpoint = checkpoint.save(folder, self.step, self.model, self._state(), self.identity)
 
@@ -262,13 +279,18 @@ class Job:
             "final_loss": self.evaluation.get("loss"),
             "final_loss_bf16_forward": self.evaluation.get("loss_bf16_forward"),
             "seconds": self.seconds, "tokens_per_s": tokens / self.seconds if self.seconds else 0.0,
-            "peak_memory_bytes": _peak_memory(self.device), "failure": failure._asdict() if failure else None,
+            "peak_memory_bytes": _peak_memory(self.device), "failure": self._portable(failure) if failure else None,
         }  # fmt: skip
         self.metrics.settle()
         self.metrics.close()
         self.wandb.close(failed=failure is not None)
         checkpoint.write_whole(self.folder / "result.json", json.dumps(result, indent=1))
         return result
+
+    def _portable(self, failure: Failure) -> dict[str, Any]:
+        """As data whose path is relative to the run folder, so that the folder can be moved."""
+        kept = failure.checkpoint
+        return failure._replace(checkpoint=kept and Path(kept).relative_to(self.folder.parents[1]).as_posix())._asdict()
 
 
 def _peak_memory(device: torch.device) -> int:
