@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,17 @@ def test_leftovers_of_a_kill_while_the_record_was_written(tmp_path):
     (out / "data.x1y2").mkdir()
     prepare_run(experiment, out)
     assert (out / "record.json").is_file()
+
+
+def test_a_folder_whose_text_has_changed_is_refused(tmp_path):
+    experiment, out = tiny(tmp_path), tmp_path / "out"
+    prepare_run(experiment, out)
+    shutil.rmtree(out / "data")
+    prepare_run(experiment, out)  # made anew from the same text
+    shutil.rmtree(out / "data")
+    (tmp_path / "text" / "00.txt").write_text("another text")
+    with pytest.raises(ExperimentError, match="was run on another text"):
+        prepare_run(experiment, out)
 
 
 def test_a_damaged_result_is_told(tmp_path):

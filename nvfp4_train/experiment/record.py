@@ -50,6 +50,8 @@ def prepare_run(experiment: Experiment, out: Path) -> Corpus:
         _refuse_another(experiment, old, out)
     device = choose_device(experiment.training.device)
     corpus = load_corpus(experiment, out)
+    if old is not None and old["data"]["sha256"] != corpus.info.sha256:  # somebody deleted OUT/data, as we advise
+        raise ExperimentError(f"--out {out} was run on another text than data describes now; choose another --out")
     names = {arm.name for arm in experiment.all_arms}
     if old is not None and names <= set(old["conversion"]) and old["seeds"] == experiment.seeds:
         return corpus
