@@ -7,26 +7,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_recipes import NEAREST, ROTATED, SQUARE, STOCHASTIC, base
 
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.recipe import LinearPlan, OperandSpec, load_recipe, recipe_names, recipe_text
 from nvfp4_train.selection import Blocks
-
-NEAREST = {"format": "nvfp4", "block": "1x16", "rounding": "nearest"}
-SQUARE = {"format": "nvfp4", "block": "16x16", "rounding": "nearest"}
-STOCHASTIC = {"format": "nvfp4", "block": "1x16", "rounding": "stochastic"}
-ROTATED = {**NEAREST, "hadamard": 16}
-
-
-def base(**changes):
-    recipe = {
-        "name": "mine",
-        "fprop": {"input": NEAREST, "weight": SQUARE},
-        "dgrad": {"grad_output": STOCHASTIC, "weight": SQUARE},
-        "wgrad": {"grad_output": {**STOCHASTIC, "hadamard": 16}, "input": ROTATED},
-    }
-    return recipe | changes
-
 
 # What ships
 

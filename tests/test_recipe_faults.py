@@ -5,24 +5,11 @@ import copy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_recipes import NEAREST, ROTATED, SQUARE, STOCHASTIC, base
 
 from nvfp4_train.recipe import RecipeError, load_recipe
 
-NEAREST = {"format": "nvfp4", "block": "1x16", "rounding": "nearest"}
-SQUARE = {"format": "nvfp4", "block": "16x16", "rounding": "nearest"}
-STOCHASTIC = {"format": "nvfp4", "block": "1x16", "rounding": "stochastic"}
-ROTATED = {**NEAREST, "hadamard": 16}
 MX = {"format": "mxfp4", "block": "1x32", "rounding": "nearest", "scale_rule": "ceil"}
-
-
-def base(**changes):
-    recipe = {
-        "name": "mine",
-        "fprop": {"input": NEAREST, "weight": SQUARE},
-        "dgrad": {"grad_output": STOCHASTIC, "weight": SQUARE},
-        "wgrad": {"grad_output": {**STOCHASTIC, "hadamard": 16}, "input": ROTATED},
-    }
-    return recipe | changes
 
 
 def faults(recipe) -> dict[str, str]:
