@@ -31,20 +31,24 @@ def scaled_matmul(
 ) -> Tensor:
     """``alpha * (a [M, K] @ b [N, K].T)``, float32 sums, rounded once to ``out_dtype``.
 
-    ``a``, ``b``: bfloat16 on one CUDA device, each either K-major or transposed (another layout is copied).
+    ``a``, ``b``: both bfloat16 or both float32 (multiplied as float32, not TF32) on one CUDA device, each either
+    K-major or transposed (another layout is copied).
     ``alpha``: float32 0-d on the device, None for 1. ``accumulate_into``: contiguous float32 [M, N] that the product
     is added to, in float32; it is returned.
     """
     (m, k), n = a.shape, b.shape[0]
-    half = out_dtype == torch.float16  # cuBLAS has no BF16 x BF16 -> FP16
+    # cuBLAS has neither BF16 x BF16 -> FP16 nor float32 x float32 -> anything else
+    half = out_dtype == torch.float16 or a.dtype == torch.float32
     out = accumulate_into
     if out is None:
         out = torch.empty((m, n), dtype=torch.float32 if half else out_dtype, device=a.device)
     if m == 0 or n == 0 or k == 0:
         return out if accumulate_into is not None else out.zero_().to(out_dtype)
-    assert out.is_contiguous() and a.dtype == b.dtype == torch.bfloat16
-    if m == 1 or n == 1:  # a matrix-vector product in cuBLAS scales each term, which rounds once more
-        product = torch.mm(a, b.T, out_dtype=torch.float32)
+    assert out.is_contiguous() and a.dtype == b.dtype and a.dtype in _TYPES
+    if (m == 1 or n == 1) and (a.dtype == torch.bfloat16 or alpha is not None):
+        # a matrix-vector product in cuBLAS scales each term, which rounds once more
+        bf16 = a.dtype == torch.bfloat16
+        product = torch.mm(a, b.T, out_dtype=torch.float32) if bf16 else scaled_matmul(a, b, None, torch.float32)
         product = product if alpha is None else product * alpha
         return out.add_(product) if accumulate_into is not None else product.to(out_dtype)
     a, b = _readable(a), _readable(b)

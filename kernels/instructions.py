@@ -1,7 +1,7 @@
 """compile_for: a Triton kernel for any NVIDIA target, without a GPU; and which matrix instruction came out.
 
 Tensor cores take the same operands through several instructions, some at half speed, and a compiler chooses without a
-word. The PTX says which. Registers and spills are read from the machine code, shared memory from Triton's own record.
+word. The PTX says which (ptx.py). Registers and spills come from the assembler, shared memory from Triton's own record.
 """
 
 import re
@@ -14,8 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16, mma.sync.aligned.m16n8k16..., tcgen05.mma.cta_group::1.kind::
-_MMA = re.compile(r"(?<![\w.])(wgmma\.mma_async|mma\.sync|mma\.sp|tcgen05\.mma)((?:\.[\w:]+)*)")
+from nvfp4_kernels.ptx import Mma, conversions, matrix_instructions, mma_instructions
+
+__all__ = ["Report", "compile_for", "divisible", "machine_instructions", "mma_instructions", "report"]
+
+TENSOR_MEMORY = 512  # columns of a multiprocessor, from sm_100 on (sm_12x has none)
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,12 @@ class Report:
     target: str
     instructions: tuple[str, ...]
     registers: int  # per thread
-    spills: int  # bytes of stack a thread spills to; 0 is what a shipped configuration must have
+    spills: int  # bytes that a thread writes to its stack for want of registers
     shared: int  # bytes per program
-    tensor_memory: int  # columns of 512; 0 before sm_100
+    tensor_memory: int  # columns of 512 that the kernel asks for; 0 before sm_100
+    mma: tuple[Mma, ...] = ()  # what the PTX says about each of the instructions
+    conversions: tuple[str, ...] = ()  # distinct conversions to E2M1
+    machine_code: tuple[str, ...] = ()  # the same two in the machine code (SASS)
 
     @property
     def instruction(self) -> str:
@@ -65,38 +71,66 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", int(match[1]), 32), options=settings)
 
 
-def mma_instructions(ptx: str) -> list[str]:
-    """The distinct matrix instructions of a PTX text, in order of appearance, with all their qualifiers."""
-    code = re.sub(r"//[^\n]*", "", ptx)
-    return list(dict.fromkeys(kind + qualifiers for kind, qualifiers in _MMA.findall(code)))
-
-
 def divisible(kernel, names: list[str], by: int = 16) -> dict:
     """``attrs`` for ``compile_for``: pointers and numbers known to be multiples of ``by``, as a launch would find."""
     return {(kernel.arg_names.index(name),): [["tt.divisibility", by]] for name in names}
 
 
 def report(compiled) -> Report:
-    """Instruction, registers, spills and memory of what ``compile_for`` returned."""
-    metadata = compiled.metadata
+    """Instructions, registers, spills and memory of what ``compile_for`` returned."""
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     registers, stack = _resources(compiled.asm["cubin"])
     return Report(
         target=f"sm_{metadata.target.arch}",
-        instructions=tuple(mma_instructions(compiled.asm["ptx"])),
+        instructions=tuple(mma_instructions(ptx)),
         registers=registers,
-        spills=stack,
+        spills=_spills(ptx) if stack else 0,  # a stack may be there for other reasons
         shared=metadata.shared,
         tensor_memory=getattr(metadata, "tmem_size", 0) or 0,
+        mma=tuple(matrix_instructions(ptx)),
+        conversions=tuple(conversions(ptx)),
+        machine_code=tuple(machine_instructions(compiled.asm["cubin"])),
     )
+
+
+def machine_instructions(cubin: bytes) -> list[str]:
+    """The distinct matrix instructions and conversions to E2M1 in machine code, such as ``UTCOMMA.4X``: what a GPU
+    executes. Empty where Triton's disassembler does not know the target yet."""
+    text = _disassembled(cubin, "-sass")
+    lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", text, re.M)
+    return list(dict.fromkeys(line for line in lines if "MMA" in line or "E2M1" in line))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers a thread and bytes of local memory, as the disassembler that comes with Triton prints them."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, check=True, text=True).stdout
+    text = _disassembled(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
+
+
+def _disassembled(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_tool("cuobjdump"), what, file.name], capture_output=True, text=True).stdout
+
+
+def _spills(ptx: str) -> int:
+    """Bytes of spill stores, as the assembler says with the options Triton gives it."""
+    architecture = re.search(r"\.target (\w+)", ptx)[1]
+    blackwell = int(re.search(r"\d+", architecture)[0]) >= 100
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [_tool("ptxas-blackwell" if blackwell else "ptxas"), "-v", "--fmad=false"]
+        command += [f"--gpu-name={architecture}", source, "-o", Path(folder) / "kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, check=True, text=True).stderr
+    found = re.findall(r"(\d+) bytes spill stores", said)
+    assert found, said
+    return sum(map(int, found))
+
+
+def _tool(name: str) -> Path:
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return folder / (name if (folder / name).exists() else "ptxas")  # one assembler for all targets in older Tritons

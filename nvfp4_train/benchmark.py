@@ -2,7 +2,8 @@
 
 ``bench linear``    Fprop + Dgrad + Wgrad of one layer against BF16 ``nn.Linear``.
 ``bench quantize``  bytes read and written by the quantize kernels against the copy rate of the same run.
-``bench step``      a training step of an experiment's model, recipe against BF16.
+
+``bench step`` is in benchmark_step.py.
 """
 
 import statistics
@@ -14,17 +15,14 @@ from torch import Tensor, nn
 
 from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.scheme import Scheme
-from nvfp4_train import ledger
 from nvfp4_train.backend import choose
-from nvfp4_train.conversion import convert
-from nvfp4_train.experiment.config import Experiment
 from nvfp4_train.experiment.errors import ExperimentError
-from nvfp4_train.experiment.model import build_model
 from nvfp4_train.linear import QuantizedLinear, transposes_exactly
 from nvfp4_train.recipe import LinearPlan, load_recipe
 
 LINEAR_SHAPES = {"cuda": [(16384, 4096, 4096), (16384, 4096, 14336), (8192, 8192, 8192)], "cpu": [(1024, 256, 256)]}
 QUEUE_SECONDS = 0.02
+QUANTIZE_KERNELS = ("quantize_kernel", "amax_kernel", "decode_kernel")
 QUANTIZE_SHAPE = {"cuda": (8192, 8192), "cpu": (512, 512)}
 
 
@@ -111,6 +109,24 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
     return replay
 
 
+def kernel_times(function: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Milliseconds on the GPU by kernel name in one call of ``function``, the longest first; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    function()
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize(device)
+    times = {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def quantization_time(times: dict[str, float]) -> float:
+    """The part of ``kernel_times`` that quantizes and decodes."""
+    return sum(time for name, time in times.items() if name.startswith(QUANTIZE_KERNELS))
+
+
 def bench_linear(
     recipe: str,
     target: torch.device,
@@ -157,8 +173,11 @@ def bench_linear(
             for name, value in seconds.items()
             if not name.startswith("bf16")
         }
-        # both sides multiply the same matrices, so what the quantized side takes more is quantization
-        row["quantization_share"] = max(0.0, 1 - seconds["bf16"] / seconds["quantized"])
+        if target.type == "cuda":
+            times = kernel_times(functions["quantized_graph"], target)
+            row["quantization_share"] = quantization_time(times) / sum(times.values())
+        else:  # both sides multiply the same matrices, so what the quantized side takes more is quantization
+            row["quantization_share"] = max(0.0, 1 - seconds["bf16"] / seconds["quantized"])
         rows.append(row)
     return rows
 
@@ -260,55 +279,3 @@ def _output_bytes(result: object) -> int:
     if isinstance(result, Tensor):
         return result.nbytes
     return sum(_output_bytes(item) for item in result) if isinstance(result, tuple) else 0
-
-
-def bench_step(
-    experiment: Experiment,
-    recipe: str,
-    target: torch.device,
-    compiled: bool = False,
-    threads: int = 1,
-    repeats: int = 10,
-) -> dict:
-    """A training step (forward, backward, AdamW) of the experiment's model under the recipe against BF16, on random
-    tokens. Peak memory is measured on a GPU, one side at a time, beyond what stood there before the step."""
-    torch.set_num_threads(threads)
-    size = (experiment.training.batch_size, experiment.data.sequence_length)
-    vocabulary = (experiment.model.config or {}).get("vocab_size", 256)
-    batch = torch.randint(0, vocabulary, size, device=target)
-    seconds, memory = {}, {}
-    functions = {}
-    for name in ("bf16", "quantized"):
-        model = build_model(experiment, 0, vocabulary).to(target).train()
-        if name == "quantized":
-            convert(model, recipe)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=target.type == "cuda")
-        run = torch.compile(model) if compiled else model
-        functions[name] = lambda run=run, optimizer=optimizer: _train_step(run, optimizer, batch, target)
-        if target.type == "cuda":
-            functions[name]()
-            torch.cuda.reset_peak_memory_stats(target)
-            before = torch.cuda.memory_allocated(target)
-            functions[name]()
-            memory[name] = torch.cuda.max_memory_allocated(target) - before
-    with ledger.recording() as log:
-        functions["quantized"]()
-    seconds = median_seconds(functions, target, repeats)
-    return {
-        "recipe": recipe,
-        "tokens": batch.numel(),
-        "compiled": compiled,
-        "bf16_ms": seconds["bf16"] * 1e3,
-        "quantized_ms": seconds["quantized"] * 1e3,
-        "ratio": seconds["quantized"] / seconds["bf16"],
-        "quantized_gemms": sum(row["calls"] for row in log.gemms()),
-        "peak_step_bytes": memory,
-    }
-
-
-def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, device: torch.device) -> None:
-    with torch.autocast(device.type, torch.bfloat16):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()

@@ -93,6 +93,8 @@ def train(
 
     loaded = load_experiment(experiment)
     result = run_job(loaded, arm, seed, out or _default_out(loaded.name), lambda line: typer.echo(line, err=True))
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun started several of this: the first speaks
     text = f"{arm} seed {seed}: {result['steps']} steps, held-out loss {result['final_loss']:.4f}"
     typer.echo(json.dumps(result) if as_json else text)
 
@@ -107,11 +109,101 @@ def report(out: Annotated[Path, typer.Argument(metavar="OUT", help="a run folder
 @app.command()
 @_told_plainly
 def recipes(as_json: Json = False) -> None:
-    """List the recipes with the format and the bits per value of each GEMM."""
+    """List the recipes: formats and bits per value of each GEMM, what runs in 4 bits, what each needs, its source."""
     from nvfp4_train.experiment.listing import recipe_lines, recipe_rows
 
     rows = recipe_rows()
     typer.echo(json.dumps(rows, indent=1) if as_json else "\n".join(recipe_lines(rows)))
+
+
+@app.command("explain")
+@_told_plainly
+def explain_recipe(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe's name or file")],
+    model: Annotated[
+        Path | None, typer.Option(help="an experiment file, a transformers config.json, or a folder with one")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="length of the sequence that costs are counted for")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a recipe does, where it saves on a model, where it may fail and how to find out."""
+    from nvfp4_train.experiment.listing import explanation
+    from nvfp4_train.explaining import explanation_lines
+
+    told = explanation(recipe, model, tokens)
+    typer.echo(json.dumps(told, indent=1) if as_json else "\n".join(explanation_lines(told)))
+
+
+@app.command()
+@_told_plainly
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="a step_... folder or job folder of a run")],
+    format_: Annotated[str, typer.Option("--format", help="modelopt or compressed-tensors")] = "modelopt",
+    out: Annotated[Path | None, typer.Option("--out", help="a new folder, by default in the job's folder")] = None,
+    recipe: Annotated[str | None, typer.Option(help="for a folder that does not say what trained it")] = None,
+    shared_scales: Annotated[bool, typer.Option(help="one global scale for q, k, v and for gate, up")] = False,
+    calibrate: Annotated[int, typer.Option(min=0, help="held-out sequences to measure input scales on (W4A4)")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a Hugging Face folder of 4-bit weights, those that Fprop used, for serving engines."""
+    from nvfp4_train.experiment.exports import export_checkpoint
+
+    done = export_checkpoint(
+        checkpoint, format_, out, recipe=recipe, shared_scales=shared_scales, calibration=calibrate
+    )
+    typer.echo(json.dumps(done.to_dict(), indent=1) if as_json else str(done))
+
+
+@app.command()
+@_told_plainly
+def audit(
+    subject: Annotated[
+        str | None, typer.Argument(metavar="RECIPE_OR_EXPERIMENT", help="a recipe's name or file, or an experiment file")
+    ] = None,
+    require: Annotated[str | None, typer.Option(help="share of matmul FLOPs that must run quantized: 80%")] = None,
+    arm: Annotated[str | None, typer.Option(help="of an experiment; by default every arm that quantizes")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="a run folder: its weights; kept for its report")] = None,
+    sensitivity: Annotated[bool, typer.Option("--sensitivity", help="rank the layers, suggest keep_bf16")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="which instructions the kernels compile to")] = False,
+    target: Annotated[str | None, typer.Option(help="with --kernels: sm_100, sm_103, sm_120 or sm_121")] = None,
+    triton: Annotated[Path | None, typer.Option(help="with --kernels: the folder of another Triton")] = None,
+    device: Annotated[bool, typer.Option("--device", help="native against emulated on this machine's GPU")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove from what is executed that a recipe does what it says; exit 1 with the list of what was not proven."""
+    from nvfp4_train.experiment.errors import ExperimentError
+
+    if sum((subject is not None, kernels, device)) != 1:
+        raise ExperimentError("give one of: a recipe (such as nvidia_nvfp4) or experiment file, --kernels, --device")
+    if kernels:
+        from nvfp4_train.kernel_audit import kernel_lines, kernel_report
+
+        report = _valid(kernel_report, target, triton)
+        lines, proven = kernel_lines(report), not report["faults"]
+    elif device:
+        from nvfp4_train.device_check import device_lines, device_report
+
+        report = _valid(device_report)
+        lines, proven = device_lines(report), not report["faults"]
+    else:
+        from nvfp4_train.experiment.auditing import audit_lines, audit_subject, require_share
+
+        audits = audit_subject(subject, require=require_share(require), arm=arm, out=out, sensitivity=sensitivity)
+        proven = all(found.ok for found in audits.values())
+        report = {"ok": proven, "audits": {name: found.to_dict() for name, found in audits.items()}}
+        lines = audit_lines(audits)
+    typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(lines))
+    raise typer.Exit(0 if proven else 1)
+
+
+def _valid(report: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """A ValueError of a report is the user's to put right."""
+    from nvfp4_train.experiment.errors import ExperimentError
+
+    try:
+        return report(*arguments)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
 
 
 bench_app = typer.Typer(help="Measure speed: ratios in one run, medians.", no_args_is_help=True, rich_markup_mode=None)
@@ -160,15 +252,19 @@ def bench_step(
     recipe: RecipeName = "nvidia_nvfp4",
     device: Device = "auto",
     compiled: Annotated[bool, typer.Option(help="torch.compile on both sides")] = False,
+    graphs: Annotated[bool, typer.Option(help="CUDA graphs on both sides")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     as_json: Json = False,
 ) -> None:
     """A training step of the experiment's model, recipe against BF16."""
     from nvfp4_train import benchmark
+    from nvfp4_train.benchmark_step import bench_step as measure
     from nvfp4_train.experiment.config import load_experiment
 
     target = benchmark.choose_device(device)
-    row = benchmark.bench_step(load_experiment(experiment), recipe, target, compiled, threads)
+    row = measure(
+        load_experiment(experiment), recipe, target, compiled=compiled, graphs=graphs, threads=threads
+    )
     _show_rows([row], benchmark.machine(target), as_json)
 
 

@@ -1,13 +1,25 @@
 """Number formats as data: element, block, scale, range, bits per value.
 
 A format says what the bits mean. What a recipe may choose about it (which block shape, which scale rule) is listed
-here too, so that the recipe schema, the ledger and the explanations all read the same table.
+here too, so that the recipe schema, the ledger and the explanations all read the same table. ``custom`` leaves
+everything open: any element under any scale.
 
-Sources: NVFP4 - arXiv:2509.25149; MXFP4 - OCP Microscaling Formats (MX) specification v1.0 (rule ``floor``), rule
-``ceil`` as DeepSeek publishes its FP4 weights and indexer.
+Sources: NVFP4 - arXiv:2509.25149; MX formats - OCP Microscaling Formats (MX) specification v1.0; rule ``ceil`` as
+DeepSeek publishes its FP4 weights and indexer, rule ``up`` - arXiv:2506.08027; FP8 with float32 scales -
+arXiv:2209.05433 (a tensor), arXiv:2412.19437 (1x128 and 128x128).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from nvfp4_kernels.elements import ELEMENTS
+from nvfp4_kernels.scheme import RULES
+
+CUSTOM = "custom"
+BLOCKS = (
+    "1x16", "1x32", "1x64", "1x128", "16x16", "32x32", "128x128", "channel", "tensor",
+)  # fmt: skip
+SCALE_BITS = {"e4m3": 8, "e8m0": 8, "float32": 32}
+LARGEST_SCALE = {"e4m3": 448.0, "e8m0": 2.0**127, "float32": float.fromhex("0x1.fffffep127")}
 
 
 @dataclass(frozen=True)
@@ -15,88 +27,76 @@ class Format:
     """One number format.
 
     ``blocks`` and ``rules`` list what may be chosen, the default first; both are empty for a format without block
-    scales. ``native_instruction`` is the PTX MMA kind that multiplies two operands of this format, on the
-    architectures in ``native_on``; elsewhere the product is emulated.
+    scales. ``block_size``: elements that share one scale where the hardware reads it (16x16 is expanded to 1x16
+    there); 0 where it depends on the block chosen. ``native_instruction`` is the PTX MMA kind that multiplies two
+    operands of this format in its default block, on the architectures in ``native_on``; elsewhere the product is
+    emulated. Which GEMM runs natively is told by ``hardware.instruction``.
     """
 
     name: str
-    element: str  # e2m1 | bf16
-    element_bits: int
-    largest_element: float
-    smallest_element: float  # least positive element (subnormals included), without any scale
-    scale: str | None  # e4m3 | e8m0
-    scale_bits: int
-    largest_scale: float
-    block_size: int  # elements that share one scale where the hardware reads it (16x16 is expanded to 1x16 there)
+    element: str  # a name of ELEMENTS | bf16
+    scale: str | None  # e4m3 | e8m0 | float32
+    block_size: int
     blocks: tuple[str, ...]
     rules: tuple[str, ...]
-    global_scale: bool  # a float32 amax of the whole tensor stands above the block scales
     native_instruction: str
     native_on: tuple[str, ...]
-    element_values: tuple[float, ...] = field(default=(), repr=False)  # magnitudes by code; empty: not enumerated
+
+    @property
+    def element_bits(self) -> int:
+        return 16 if self.element == "bf16" else ELEMENTS[self.element].bits
+
+    @property
+    def largest_element(self) -> float:
+        return float.fromhex("0x1.fep127") if self.element == "bf16" else ELEMENTS[self.element].largest
+
+    @property
+    def smallest_element(self) -> float:
+        """The least positive element (subnormals included), without any scale."""
+        return 2.0**-133 if self.element == "bf16" else ELEMENTS[self.element].step
+
+    @property
+    def scale_bits(self) -> int:
+        return SCALE_BITS[self.scale] if self.scale else 0
+
+    @property
+    def largest_scale(self) -> float:
+        return LARGEST_SCALE[self.scale] if self.scale else 1.0
+
+    @property
+    def global_scale(self) -> bool:
+        """Whether a float32 amax of the whole tensor stands above the block scales."""
+        return self.rules == ("nvfp4",)
 
     @property
     def bits_per_value(self) -> float:
-        """Storage of one value with its share of the block scale; the one float32 of a tensor is not counted."""
+        """Storage of one value with its share of the block scales; what a tensor has once is not counted."""
         return self.element_bits + (self.scale_bits / self.block_size if self.block_size else 0.0)
 
 
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLACKWELL = ("sm_100", "sm_103", "sm_120")
+_MX_RULES = RULES["e8m0"]
+_TWO_LEVELS = ("nvfp4",)
+_WIDE_BLOCKS = ("tensor", "channel", "1x128", "128x128")
+_FP8_ON = ("sm_89", "sm_90", *_BLACKWELL)
 
-NVFP4 = Format(
-    name="nvfp4",
-    element="e2m1",
-    element_bits=4,
-    largest_element=6.0,
-    smallest_element=0.5,
-    scale="e4m3",
-    scale_bits=8,
-    largest_scale=448.0,
-    block_size=16,
-    blocks=("1x16", "16x16"),
-    rules=("nvfp4",),
-    global_scale=True,
-    native_instruction="mxf4nvf4",
-    native_on=("sm_100", "sm_103", "sm_120"),
-    element_values=_E2M1_VALUES,
-)
-
-MXFP4 = Format(
-    name="mxfp4",
-    element="e2m1",
-    element_bits=4,
-    largest_element=6.0,
-    smallest_element=0.5,
-    scale="e8m0",
-    scale_bits=8,
-    largest_scale=2.0**127,
-    block_size=32,
-    blocks=("1x32",),
-    rules=("floor", "ceil"),
-    global_scale=False,
-    native_instruction="mxf4",
-    native_on=("sm_100", "sm_103", "sm_120"),
-    element_values=_E2M1_VALUES,
-)
-
-BF16 = Format(
-    name="bf16",
-    element="bf16",
-    element_bits=16,
-    largest_element=float.fromhex("0x1.fep127"),
-    smallest_element=2.0**-133,
-    scale=None,
-    scale_bits=0,
-    largest_scale=1.0,
-    block_size=0,
-    blocks=(),
-    rules=(),
-    global_scale=False,
-    native_instruction="bf16",
-    native_on=("sm_80", "sm_90", "sm_100", "sm_103", "sm_120"),
-)
-
-FORMATS: dict[str, Format] = {format_.name: format_ for format_ in (NVFP4, MXFP4, BF16)}
+FORMATS: dict[str, Format] = {
+    format_.name: format_
+    for format_ in (
+        Format("nvfp4", "e2m1", "e4m3", 16, ("1x16", "16x16"), _TWO_LEVELS, "mxf4nvf4", _BLACKWELL),
+        Format("mxfp4", "e2m1", "e8m0", 32, ("1x32",), _MX_RULES, "mxf4", _BLACKWELL),
+        Format("mxfp8", "e4m3", "e8m0", 32, ("1x32",), _MX_RULES, "mxf8f6f4", _BLACKWELL),
+        Format("mxfp8_e5m2", "e5m2", "e8m0", 32, ("1x32",), _MX_RULES, "mxf8f6f4", _BLACKWELL),
+        Format("mxfp6_e3m2", "e3m2", "e8m0", 32, ("1x32",), _MX_RULES, "mxf8f6f4", _BLACKWELL),
+        Format("mxfp6_e2m3", "e2m3", "e8m0", 32, ("1x32",), _MX_RULES, "mxf8f6f4", _BLACKWELL),
+        Format("fp8", "e4m3", "float32", 0, _WIDE_BLOCKS, RULES["float32"], "fp8", _FP8_ON),
+        Format("fp8_e5m2", "e5m2", "float32", 0, _WIDE_BLOCKS, RULES["float32"], "fp8", _FP8_ON),
+        Format("int8", "int8", "float32", 0, _WIDE_BLOCKS, RULES["float32"], "s8", ("sm_80", "sm_89", "sm_90")),
+        Format("nvint4", "int4", "e4m3", 16, ("1x16", "16x16"), _TWO_LEVELS, "", ()),
+        Format("bf16", "bf16", None, 0, (), (), "bf16", ("sm_80", "sm_90", *_BLACKWELL)),
+    )
+}
+NAMES = (*FORMATS, CUSTOM)
 
 
 def bits_per_value(name: str) -> float:

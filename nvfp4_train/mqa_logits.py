@@ -142,7 +142,8 @@ def fp4_paged_mqa_logits(
         cache_amax: the global amax of NVFP4 keys.
 
     Raises:
-        ValueError: operands that do not fit each other, with the shapes; a context longer than its block table.
+        ValueError: operands that do not fit each other, with the shapes; on a CPU, a context longer than its block table
+            (on a GPU, where finding out would wait for the device, such a context ends where its table does).
     """
     del schedule_meta
     q = as_operand(q, "q")

@@ -1,151 +1,46 @@
-"""Operands and GEMMs of a recipe: the schema, and what cannot be combined.
+"""Operands and GEMMs of a recipe: the schema of a GEMM, and what its two operands cannot do together.
 
-The classes here are the YAML schema and the Python API at once (``OperandSpec``). What cannot be is refused when it is
-written down, all faults at once, each with its key path and its reason.
+The schema of one operand is ``OperandSpec`` (operand.py). Faults are told all at once, with key path and reason.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from nvfp4_kernels.scheme import Scheme
-from nvfp4_train.formats import FORMATS
-from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, listed, nearest, one_of
+from nvfp4_train.hardware import Instruction, instruction
+from nvfp4_train.operand import OperandSpec, spelled_out
+from nvfp4_train.operand_format import BF16
+from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, one_of
 
-ROUNDINGS = ("nearest", "stochastic", "stochastic8")
-HADAMARD_SIZES = (0, 16)
-BF16 = "bf16"
+__all__ = [
+    "BF16", "Dgrad", "DgradSpec", "Fprop", "FpropSpec", "GemmSpec", "OperandSpec", "Wgrad", "WgradSpec",
+    "across", "emulation_allowed", "gemm_of",
+]  # fmt: skip
 
-
-class OperandSpec(Strict):
-    """How one operand of a GEMM is quantized.
-
-    ``format``: a name of ``formats.FORMATS``. ``block``: rows x columns that share a scale, columns along the
-    reduction dimension (default: the format's own). ``rounding``: ``nearest`` (default), ``stochastic`` (16-bit draws)
-    or ``stochastic8`` (8-bit draws, as the Blackwell instruction makes them). ``hadamard``: 0 or the size of the signed
-    Hadamard transform along the reduction dimension that comes first. ``scale_rule``: how the block scale follows from
-    the block's amax, where the format knows several (``mxfp4``: ``floor`` or ``ceil``).
-
-    Raises RecipeError (a ValueError) for anything else.
-    """
-
-    format: str = Field("nvfp4", validate_default=True)
-    block: str | None = Field(None, validate_default=True)
-    rounding: str | None = Field(None, validate_default=True)
-    hadamard: int = 0
-    scale_rule: str | None = Field(None, validate_default=True)
-
-    @field_validator("format", mode="before")
-    @classmethod
-    def _format(cls, value: Any) -> str:
-        return one_of(value, FORMATS, "a format")
-
-    @field_validator("block", mode="before")
-    @classmethod
-    def _block(cls, value: Any, info: ValidationInfo) -> str | None:
-        return _choice(value, info, lambda format_: format_.blocks, "block")
-
-    @field_validator("rounding", mode="before")
-    @classmethod
-    def _rounding(cls, value: Any, info: ValidationInfo) -> str | None:
-        return _choice(value, info, lambda format_: ROUNDINGS if format_.blocks else (), "rounding")
-
-    @field_validator("hadamard", mode="before")
-    @classmethod
-    def _hadamard(cls, value: Any, info: ValidationInfo) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value not in HADAMARD_SIZES:
-            raise ValueError(f"{value!r} is not a Hadamard size: expected {listed(HADAMARD_SIZES)}")
-        if value and info.data.get("format") == BF16:
-            raise ValueError("contradicts format: bf16, which is not quantized")
-        rows, _, columns = (info.data.get("block") or "").partition("x")
-        if value and rows not in ("", "1"):
-            raise ValueError(
-                f"cannot go with block: {rows}x{columns}: square blocks are there so that one quantized tensor serves "
-                "both orientations, and a transform along one dimension undoes that; use 1-D blocks"
-            )
-        return value
-
-    @field_validator("scale_rule", mode="before")
-    @classmethod
-    def _scale_rule(cls, value: Any, info: ValidationInfo) -> str | None:
-        return _choice(value, info, lambda format_: format_.rules, "scale rule")
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """What the kernels are told; None for ``bf16``."""
-        if self.format == BF16:
-            return None
-        format_ = FORMATS[self.format]
-        rows, columns = map(int, self.block.split("x"))
-        return Scheme(format_.element, format_.scale, self.scale_rule, (rows, columns), self.rounding, self.hadamard)
-
-    @property
-    def text(self) -> str:
-        """``str(scheme)`` or ``bf16``."""
-        return BF16 if self.format == BF16 else str(self.scheme)
-
-    def to_dict(self) -> dict[str, Any]:
-        fields = {"format": self.format, "block": self.block, "rounding": self.rounding}
-        if self.hadamard:
-            fields["hadamard"] = self.hadamard
-        if len(FORMATS[self.format].rules) > 1:
-            fields["scale_rule"] = self.scale_rule
-        return {key: value for key, value in fields.items() if value is not None}
+Operand = Annotated[OperandSpec, BeforeValidator(spelled_out)]
+_emulation_only: ContextVar[bool] = ContextVar("emulation_only", default=False)
 
 
-def _choice(value: Any, info: ValidationInfo, choices_of: Any, what: str) -> str | None:
-    """``value``, or the format's first choice for None; refused where the format has no such thing."""
-    name = info.data.get("format")
-    if name is None:  # the format itself is a fault; this key may have one too
-        known = dict.fromkeys(choice for format_ in FORMATS.values() for choice in choices_of(format_))
-        return None if value is None else one_of(value, known, f"a {what}")
-    choices = choices_of(FORMATS[name])
-    if value is None:
-        return choices[0] if choices else None
-    if not choices:
-        raise ValueError(f"{value!r} contradicts format: {name}, which has no {what}")
-    return one_of(value, choices, f"a {what} of {name}")
-
-
-def _operand(value: Any) -> OperandSpec:
-    """An operand inside a recipe: nothing may be left to a default."""
-    if isinstance(value, OperandSpec):
-        return value
-    example = "{format: nvfp4, block: 1x16, rounding: nearest}"
-    if value == BF16:
-        raise ValueError(f"a GEMM is bf16 as a whole: write bf16 for the GEMM, or a mapping such as {example}")
-    faults: list[Fault] = []
-    spec = None
+@contextmanager
+def emulation_allowed(allowed: bool) -> Iterator[None]:
+    """Within it a GEMM may be one that no hardware runs: a recipe says ``emulation_only`` beside its GEMMs, not in
+    them."""
+    token = _emulation_only.set(allowed)
     try:
-        spec = OperandSpec.of(value, example)
-    except RecipeError as error:
-        faults += error.faults
-    meant = {nearest(key, OperandSpec.keys()) for key in value if key not in OperandSpec.keys()}
-    format_ = FORMATS.get(str(value.get("format")))
-    needed = ["format"]
-    if format_ is None or format_.blocks:
-        needed += ["block", "rounding"]
-    if format_ is not None and len(format_.rules) > 1:
-        needed.append("scale_rule")
-    choices = {
-        "format": tuple(FORMATS), "block": format_.blocks if format_ else (), "rounding": ROUNDINGS,
-        "scale_rule": format_.rules if format_ else (),
-    }  # fmt: skip
-    for key in needed:
-        if value.get(key) is None and key not in meant:
-            expected = f"; expected {listed(choices[key])}" if choices[key] else ""
-            faults.append(Fault((key,), f"missing: a recipe spells every operand out{expected}"))
-    if faults:
-        raise RecipeError("operand", faults)
-    return spec
-
-
-Operand = Annotated[OperandSpec, BeforeValidator(_operand)]
+        yield
+    finally:
+        _emulation_only.reset(token)
 
 
 class GemmSpec(Strict):
     """The two operands of one GEMM."""
+
+    _GEMM: ClassVar[str] = ""
+    _MAY: ClassVar[dict[str, tuple[str, ...]]] = {}  # the options that depend on the place, by operand
 
     @property
     def operands(self) -> dict[str, OperandSpec]:
@@ -155,28 +50,64 @@ class GemmSpec(Strict):
     def quantized(self) -> bool:
         return any(spec.format != BF16 for spec in self.operands.values())
 
+    @property
+    def hardware(self) -> Instruction | str:
+        """The matrix instruction that multiplies the two operands, or why there is none."""
+        return instruction(*(spec.scheme for spec in self.operands.values()))
+
     def to_dict(self) -> dict[str, Any] | str:
         return {name: spec.to_dict() for name, spec in self.operands.items()} if self.quantized else BF16
+
+    @field_validator("*")
+    @classmethod
+    def _placed(cls, spec: OperandSpec, info: ValidationInfo) -> OperandSpec:
+        """Refuses options that would have no effect on this operand."""
+        may, operand = cls._MAY.get(info.field_name, ()), f"{cls._GEMM}.{info.field_name}"
+        faults = []
+        if spec.requantize and "requantize" not in may:
+            faults.append(Fault(("requantize",), f"has no effect on {operand}: only dgrad.weight and wgrad.input can "
+                                "be made from what Fprop quantized"))  # fmt: skip
+        if spec.mask_clipped and "mask_clipped" not in may:
+            faults.append(Fault(("mask_clipped",), f"has no effect on {operand}: only Fprop's operands get gradients"))
+        if spec.split is not None and spec.split.part not in may:
+            part = spec.split.part
+            where = "fprop.input and wgrad.input"
+            where = "fprop.input, dgrad.grad_output and wgrad's operands" if part == "mean" else where
+            faults.append(Fault(("split",), f"part: {part} is possible on {where}, not on {operand}"))
+        if faults:
+            raise RecipeError("operand", faults)
+        return spec
 
     @classmethod
     def _paired(cls, spec: OperandSpec, info: ValidationInfo) -> OperandSpec:
         """Refuses a second operand that no GEMM could multiply with the first."""
-        faults = []
-        for name, other in info.data.items():
-            if spec.format != other.format:
-                faults.append(Fault(("format",), f"{spec.format}, but {name} is {other.format}: one matrix instruction "
-                                    "reads both operands in one format"))  # fmt: skip
-            if spec.hadamard != other.hadamard:
-                faults.append(Fault(("hadamard",), f"{spec.hadamard}, but {name} has {other.hadamard}: the transform "
-                                    "cancels only if both operands of the GEMM share it"))  # fmt: skip
+        faults = [fault for name, other in info.data.items() for fault in _pair_faults(spec, name, other)]
         if faults:
             raise RecipeError("operand", faults)
         return spec
 
 
+def _pair_faults(spec: OperandSpec, name: str, other: OperandSpec) -> Iterator[Fault]:
+    """``spec``: the second operand; ``other``: the first, called ``name``."""
+    found = instruction(other.scheme, spec.scheme)
+    if isinstance(found, str) and not _emulation_only.get():
+        if spec.format != other.format:
+            found = f"{spec.format}, but {name} is {other.format}: {found}"
+        yield Fault(("format",), f"{found}; to emulate it all the same write emulation_only: true in the recipe")
+    for key, mine, others in (("hadamard", spec.hadamard, other.hadamard), ("signs", spec.signs, other.signs)):
+        if mine != others and (key == "hadamard" or spec.hadamard == other.hadamard):
+            yield Fault((key,), f"{mine}, but {name} has {others}: the transform cancels only if both operands of the "
+                        "GEMM share it")  # fmt: skip
+    if spec.hadamard and spec.scheme.group != other.scheme.group:
+        yield Fault(("block",), f"{spec.block}, but {name} has {other.block}: under a Hadamard transform both operands "
+                    "are padded, and must be to the same length")  # fmt: skip
+
+
 class FpropSpec(GemmSpec):
     """``y [M, N] = input [M, K] @ weight [N, K].T``"""
 
+    _GEMM: ClassVar[str] = "fprop"
+    _MAY: ClassVar = {"input": ("mask_clipped", "mean", "channels"), "weight": ("mask_clipped",)}
     input: Operand
     weight: Operand
     _pair = field_validator("weight")(GemmSpec._paired.__func__)
@@ -185,6 +116,8 @@ class FpropSpec(GemmSpec):
 class DgradSpec(GemmSpec):
     """``dx [M, K] = grad_output [M, N] @ (weight.T [K, N]).T``"""
 
+    _GEMM: ClassVar[str] = "dgrad"
+    _MAY: ClassVar = {"grad_output": ("mean",), "weight": ("requantize",)}
     grad_output: Operand
     weight: Operand
     _pair = field_validator("weight")(GemmSpec._paired.__func__)
@@ -193,9 +126,37 @@ class DgradSpec(GemmSpec):
 class WgradSpec(GemmSpec):
     """``dw [N, K] = grad_output.T [N, M] @ (input.T [K, M]).T``"""
 
+    _GEMM: ClassVar[str] = "wgrad"
+    _MAY: ClassVar = {"grad_output": ("mean",), "input": ("requantize", "mean", "channels")}
     grad_output: Operand
     input: Operand
     _pair = field_validator("input")(GemmSpec._paired.__func__)
+
+
+def across(fprop: FpropSpec, dgrad: DgradSpec, wgrad: WgradSpec) -> Iterator[Fault]:
+    """What the three GEMMs of a layer cannot do together, with key paths such as ``wgrad.input.requantize``."""
+    for gemm, name, source in (("dgrad", "weight", fprop.weight), ("wgrad", "input", fprop.input)):
+        operand = getattr({"dgrad": dgrad, "wgrad": wgrad}[gemm], name)
+        path = (gemm, name, "requantize")
+        if operand.requantize and source.format == BF16:
+            yield Fault(path, f"fprop.{name} is bf16: there is no quantized operand to make it from")
+        if operand.requantize and source.split is not None and source.split.part == "mean":
+            yield Fault(path, "fprop.input is split: what is kept of it is its residual, without the mean")
+    for gemm, first in (("fprop", fprop.input), ("dgrad", dgrad.grad_output)):
+        if first.split is not None and first.hadamard:
+            name = "input" if gemm == "fprop" else "grad_output"
+            yield Fault((gemm, name, "split"), f"contradicts hadamard: {first.hadamard}: the part set apart is not "
+                        "rotated, and the weight it is multiplied with would be")  # fmt: skip
+    means = [operand.split is not None and operand.split.part == "mean" for operand in wgrad.operands.values()]
+    if any(means) and not all(means):
+        name = "grad_output" if not means[0] else "input"
+        yield Fault(("wgrad", name, "split"), "missing: Wgrad's operands give up their means together, so that the "
+                    "products of one's mean with the other's residual vanish")  # fmt: skip
+    if fprop.input.split is not None:
+        for name, operand in fprop.operands.items():
+            if operand.mask_clipped:
+                told = "contradicts fprop.input.split: each part has its own scales"
+                yield Fault(("fprop", name, "mask_clipped"), told)
 
 
 def _gemm(model: type[GemmSpec], value: Any) -> GemmSpec:
@@ -209,3 +170,10 @@ def _gemm(model: type[GemmSpec], value: Any) -> GemmSpec:
 Fprop = Annotated[FpropSpec, BeforeValidator(partial(_gemm, FpropSpec))]
 Dgrad = Annotated[DgradSpec, BeforeValidator(partial(_gemm, DgradSpec))]
 Wgrad = Annotated[WgradSpec, BeforeValidator(partial(_gemm, WgradSpec))]
+
+_MODELS = {"fprop": FpropSpec, "dgrad": DgradSpec, "wgrad": WgradSpec}
+
+
+def gemm_of(name: str, value: Any) -> GemmSpec:
+    """The GEMM called ``name`` from what stands in a recipe. ValueError (all faults) for what cannot be."""
+    return _gemm(_MODELS[name], value)

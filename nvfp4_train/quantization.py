@@ -9,35 +9,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nvfp4_kernels.quantized import Quantized
+from nvfp4_kernels.quantized import Quantized, amax_place
 from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
 from nvfp4_train.backend import choose
 from nvfp4_train.operators import operator, shapes_of
 from nvfp4_train.recipe import OperandSpec
+from nvfp4_train.sharding import Part, shared_maximum, shared_seed
 
 BF16 = "bf16"  # the scheme text of an operand that is not quantized
+# Second word of the Philox key. Both forms of one tensor draw from one stream.
+STREAM = {"input": 0, "weight": 1, "grad_output": 2}
 INPUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedTensor(NamedTuple):
     """One operand ``[rows, K]`` of a GEMM.
 
-    ``operand`` is the decoded BF16 matrix without the global scale (exact in BF16), ``codes`` and ``scale_bytes`` the
-    packed form; at least one of the two is there. ``transposed``: what is stored is the transpose of this operand
-    (16x16 blocks only, where both directions share their scales). A BF16 operand has only ``operand``.
+    ``operand`` is the decoded matrix without the global scale: exact in BF16, or in float32 for schemes that would not
+    be (``Scheme.exact_in_bf16``). ``codes`` and ``scale_bytes`` are the packed form; at least one of the two is there.
+    ``transposed``: what is stored is the transpose of this operand (square blocks only, where both directions share
+    their scales). A BF16 operand has only ``operand``.
     """
 
     scheme_text: str
     rows: int
     columns: int
     global_amax: Tensor | None = None  # float32 scalar; None for formats with one level of scales
-    codes: Tensor | None = None  # uint8 [rows, K // 2], two codes a byte, even index in the low nibble
-    scale_bytes: Tensor | None = None  # uint8 [rows, K // block], or [rows / 16, K / 16]
-    operand: Tensor | None = None  # bfloat16 [rows, K]
+    codes: Tensor | None = None  # uint8 [rows, K // 2], two 4-bit codes a byte, even index first; [rows, K] if wider
+    scale_bytes: Tensor | None = None  # uint8 (or float32 scales) [rows, K // block], or [rows / 16, K / 16]
+    operand: Tensor | None = None  # bfloat16 or float32 [rows, K]
     transposed: bool = False
     quantize_backend: str = "reference"
+    outer_amax: Tensor | None = None  # float32 [rows, K // outer block]; None without outer blocks
+    mask: Tensor | None = None  # uint8 [rows, K // 8], a bit for each element that did not saturate; None unless asked
 
     @property
     def scheme(self) -> Scheme | None:
@@ -49,13 +55,14 @@ class QuantizedTensor(NamedTuple):
 
     @property
     def block_scales(self) -> Tensor:
-        """The block scales: float8_e4m3fn, or uint8 E8M0 exponent bytes (``float8_e8m0fnu`` bits) for MX formats."""
+        """The block scales: float8_e4m3fn, float32, or uint8 E8M0 exponent bytes (``float8_e8m0fnu``) for MX
+        formats."""
         self._require_codes()
         return self.scale_bytes.view(torch.float8_e4m3fn) if self.scheme.scale == "e4m3" else self.scale_bytes
 
     @property
     def T(self) -> "QuantizedTensor":
-        """The same codes and scales read the other way: exact, for 16x16 blocks and BF16 only.
+        """The same codes and scales read the other way: exact, for square blocks and BF16 only.
 
         Raises ValueError for 1-D blocks: their transpose must be quantized anew.
         """
@@ -68,11 +75,13 @@ class QuantizedTensor(NamedTuple):
         return self._replace(rows=self.columns, columns=self.rows, operand=operand, transposed=not self.transposed)
 
     def decode(self) -> Tensor:
-        """bfloat16 ``[rows, K]``: code x block scale, without the global scale. Exact."""
+        """``[rows, K]``: code x block scale, without the global scale. bfloat16 and exact, or float32 (see above)."""
         if self.operand is not None:
             return self.operand
         rows, columns = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
-        decoded = _decode_op(self.codes, self.scale_bytes, self.scheme_text, columns, self.quantize_backend)
+        decoded = _decode_op(
+            self.codes, self.scale_bytes, self.outer_amax, self.scheme_text, columns, self.quantize_backend
+        )
         assert decoded.shape[0] == rows
         return decoded.T if self.transposed else decoded
 
@@ -82,7 +91,9 @@ class QuantizedTensor(NamedTuple):
             return self.operand.to(dtype)
         self._require_codes()
         columns = self.rows if self.transposed else self.columns
-        values = reference.dequantize(self.codes, self.scale_bytes, self.global_amax, self.scheme, columns, dtype)
+        values = reference.dequantize(
+            self.codes, self.scale_bytes, self.global_amax, self.scheme, columns, dtype, self.outer_amax
+        )
         return values.T if self.transposed else values
 
     def packed_only(self) -> "QuantizedTensor":
@@ -105,6 +116,8 @@ def quantize(
     backend: str | None = None,
     where: int = ledger.UNNAMED,
     name: str = "tensor",
+    part: Part | None = None,
+    amax: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantizes ``x [rows, K]`` (or ``x.T`` with ``transpose``) as ``spec`` says.
 
@@ -116,6 +129,8 @@ def quantize(
         stream: the second word of the Philox key. Draws are counted by the element of ``x`` as handed in.
         form: ``packed`` (codes and scales), ``decoded`` (BF16 operand) or ``both``.
         backend: ``reference`` or ``triton``; None chooses by device.
+        part: what ``x`` is a part of; its codes are then those of the whole. A collective over the part's group.
+        amax: float32 scalar, the global amax where it is known already.
 
     Raises:
         ValueError: wrong rank, dtype or device, or a backend that cannot run here.
@@ -124,7 +139,7 @@ def quantize(
     rows, columns = (None, scheme) if transpose else (scheme, None)
     pair = quantize_both(
         x, rows, columns, seed=seed, stream=stream, rows_form=form, columns_form=form, backend=backend,
-        where=where, rows_name=name, columns_name=name,
+        where=where, rows_name=name, columns_name=name, part=part, amax=amax,
     )  # fmt: skip
     return pair[1 if transpose else 0]
 
@@ -142,28 +157,54 @@ def quantize_both(
     where: int = ledger.UNNAMED,
     rows_name: str = "rows",
     columns_name: str = "columns",
+    part: Part | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """The row form (``x``) and the column form (``x.T``) from one read of ``x``; None skips one of them.
 
     Both forms of an element share its random draw: each is unbiased by itself, and one Philox call serves both.
     """
     _check_input(x)
-    backend = backend or choose(x.device).quantize
+    backend = backend or choose(x.device, "emulated").quantize
     quantized_rows = None if rows == BF16 else rows
     quantized_columns = None if columns == BF16 else columns
     tensors: list[Tensor] = []
+    amaxes = None
     if quantized_rows or quantized_columns:
-        if seed is None and (_stochastic(quantized_rows) or _stochastic(quantized_columns)):
+        if not (_stochastic(quantized_rows) or _stochastic(quantized_columns)):
+            seed = None
+        elif seed is None:
             seed = draw_seed(x, where)
+            seed = seed if part is None else shared_seed(seed, part.group)
+        if seed is None and torch.compiler.is_compiling():
+            # calls that are equal become one: siblings such as q, k, v quantize their input once
+            where = ledger.UNNAMED
+        amaxes = _amaxes(x, quantized_rows, quantized_columns, amax, part, seed, backend)
         tensors = _quantize_op(
-            x, quantized_rows, quantized_columns, seed, stream, rows_form, columns_form, backend, where,
-            rows_name, columns_name,
+            x, quantized_rows, quantized_columns, amaxes, seed, stream, rows_form, columns_form, backend, where,
+            rows_name, columns_name, None if part is None else part.origin,
         )  # fmt: skip
     parts = iter(tensors)
     return (
-        _collect(x, rows, rows_form, parts, backend, transpose=False),
-        _collect(x, columns, columns_form, parts, backend, transpose=True),
+        _collect(x, rows, rows_form, amaxes, parts, backend, transpose=False),
+        _collect(x, columns, columns_form, amaxes, parts, backend, transpose=True),
     )
+
+
+def _amaxes(
+    x: Tensor, rows: str | None, columns: str | None, amax: Tensor | None, part: Part | None, seed: Tensor | None,
+    backend: str,
+) -> Tensor | None:  # fmt: skip
+    """float32 [3]: the amax of ``x``, or of the whole it is a part of, plain and rotated (``amax_place`` says where).
+
+    None where neither form has a global scale.
+    """
+    if not any(text is not None and Scheme.parse(text).has_global_scale for text in (rows, columns)):
+        return None
+    if amax is not None:
+        return amax.reshape(1).expand(3)
+    amaxes = _amaxes_op(x, rows, columns, seed, backend)
+    return amaxes if part is None else shared_maximum(amaxes.view(torch.int32), part.group)
 
 
 def draw_seed(x: Tensor, where: int) -> Tensor:
@@ -178,7 +219,7 @@ def _scheme_text(spec: OperandSpec | str) -> str:
 
 
 def _stochastic(scheme: str | None) -> bool:
-    return scheme is not None and Scheme.parse(scheme).stochastic
+    return scheme is not None and Scheme.parse(scheme).random
 
 
 def _check_input(x: Tensor) -> None:
@@ -194,19 +235,23 @@ class _Layout(NamedTuple):
     codes: tuple[int, int]
     scales: tuple[int, int]
     operand: tuple[int, int]
+    outer: tuple[int, int] | None
+    mask: tuple[int, int] | None
 
 
 def _layout(rows: int, columns: int, scheme: Scheme) -> _Layout:
     padded = -(-columns // scheme.group) * scheme.group
-    block_rows, block_columns = scheme.block
+    block_rows, block_columns = scheme.on(rows, padded).block
     return _Layout(
-        (rows, padded // 2),
-        (-(-rows // block_rows), padded // block_columns),
+        (rows, padded // 2 if scheme.number.packed else padded),
+        (-(-rows // max(block_rows, 1)), padded // max(block_columns, 1)),
         (rows, padded if scheme.hadamard else columns),
+        None if scheme.outer is None else (rows, padded // scheme.outer[1]),
+        (rows, padded // 8) if scheme.masked else None,
     )
 
 
-def _collect(x, scheme, form, parts, backend, transpose) -> QuantizedTensor | None:
+def _collect(x, scheme, form, amaxes, parts, backend, transpose) -> QuantizedTensor | None:
     if scheme is None:
         return None
     rows, columns = (x.shape[1], x.shape[0]) if transpose else (x.shape[0], x.shape[1])
@@ -214,7 +259,7 @@ def _collect(x, scheme, form, parts, backend, transpose) -> QuantizedTensor | No
         operand = x.to(torch.bfloat16)
         return QuantizedTensor(BF16, rows, columns, operand=operand.T if transpose else operand)
     parsed = Scheme.parse(scheme)
-    amax = next(parts) if parsed.has_global_scale else None
+    amax = amaxes[amax_place(parsed, transpose)] if parsed.has_global_scale else None
     # the op returns the column form in x's own layout, which costs no transposition
     view = (lambda t: t.T) if transpose else (lambda t: t)
     codes = scales = operand = None
@@ -222,8 +267,16 @@ def _collect(x, scheme, form, parts, backend, transpose) -> QuantizedTensor | No
         codes, scales = view(next(parts)), view(next(parts))
     if form != "packed":
         operand = view(next(parts))
+    outer = view(next(parts)) if parsed.outer is not None else None
+    mask = view(next(parts)) if parsed.masked else None
     columns = _layout(rows, columns, parsed).operand[1]
-    return QuantizedTensor(scheme, rows, columns, amax, codes, scales, operand, False, backend)
+    backend = _able(backend, parsed)
+    return QuantizedTensor(scheme, rows, columns, amax, codes, scales, operand, False, backend, outer, mask)
+
+
+def _able(backend: str, *schemes: Scheme | None) -> str:
+    """``backend``, or the reference where a scheme is not in Triton's kernels: the ledger then says so, by operand."""
+    return backend if all(scheme is None or scheme.in_triton for scheme in schemes) else "reference"
 
 
 def _kernels(backend: str):
@@ -235,13 +288,14 @@ def _kernels(backend: str):
 
 
 @operator(
-    "quantize(Tensor x, str? rows, str? columns, Tensor? seed, int stream, str rows_form, str columns_form, "
-    "str backend, SymInt where, str rows_name, str columns_name) -> Tensor[]"
+    "quantize(Tensor x, str? rows, str? columns, Tensor? amaxes, Tensor? seed, int stream, str rows_form, "
+    "str columns_form, str backend, SymInt where, str rows_name, str columns_name, SymInt[]? origin) -> Tensor[]"
 )
 def _quantize_op(
     x: Tensor,
     rows: str | None,
     columns: str | None,
+    amaxes: Tensor | None,
     seed: Tensor | None,
     stream: int,
     rows_form: str,
@@ -250,29 +304,42 @@ def _quantize_op(
     where: int,
     rows_name: str,
     columns_name: str,
+    origin: list[int] | None,
 ) -> list[Tensor]:
     row_scheme = None if rows is None else Scheme.parse(rows)
     column_scheme = None if columns is None else Scheme.parse(columns)
+    if rows and columns and _able(backend, row_scheme) != _able(backend, column_scheme):  # one of them is not in Triton
+        rest = (amaxes, seed, stream, rows_form, columns_form, backend, where, rows_name, columns_name, origin)
+        return _quantize_op(x, rows, None, *rest) + _quantize_op(x, None, columns, *rest)
+    backend = _able(backend, row_scheme, column_scheme)
     for scheme, name in ((rows, rows_name), (columns, columns_name)):
         if scheme is not None:
             ledger.count_quantization(where, name, scheme, backend, x.numel())
     if x.numel() == 0:
         return [t.zero_() for t in _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form)]
-    kernels = _kernels(backend)
-    row_form, column_form = kernels.quantize(
+    row_form, column_form = _kernels(backend).quantize(
         x, row_scheme, column_scheme, seed=seed, row_stream=stream, column_stream=stream,
         rows_form=rows_form, columns_form=columns_form,
+        amax_rows=_amax_of(amaxes, row_scheme, False), amax_columns=_amax_of(amaxes, column_scheme, True),
+        origin=None if origin is None else tuple(origin),
     )  # fmt: skip
-    outputs = _flatten(row_form, transpose=False) + _flatten(column_form, transpose=True)
-    # both forms may have found the same amax; the outputs of an op must not share memory
-    return [t.clone() if t.dim() == 0 else t for t in outputs]
+    if ledger.observed():
+        for form, scheme, name in ((row_form, rows, rows_name), (column_form, columns, columns_name)):
+            if form is not None:
+                transposed = form is column_form
+                ledger.show_quantization(where, name, scheme, backend, x, transposed, seed, stream, form)
+    return _flatten(row_form, transpose=False) + _flatten(column_form, transpose=True)
+
+
+def _amax_of(amaxes: Tensor | None, scheme: Scheme | None, columns: bool) -> Tensor | None:
+    return None if scheme is None or not scheme.has_global_scale else amaxes[amax_place(scheme, columns)]
 
 
 def _flatten(form: Quantized | None, transpose: bool) -> list[Tensor]:
     if form is None:
         return []
-    tensors = [(t.T if transpose else t).contiguous() for t in form[:3] if t is not None]
-    return tensors if form.amax is None else [form.amax, *tensors]
+    parts = (form.codes, form.scales, form.operand, form.outer, form.mask)
+    return [(t.T if transpose else t).contiguous() for t in parts if t is not None]
 
 
 def _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form) -> list[Tensor]:
@@ -283,38 +350,72 @@ def _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form) -> lis
             continue
         shapes = _layout(rows, columns, scheme)
         orient = (lambda s: s[::-1]) if index == 1 else (lambda s: s)
-        if scheme.has_global_scale:
-            outputs.append(x.new_empty((), dtype=torch.float32))
         if form != "decoded":
             outputs.append(x.new_empty(orient(shapes.codes), dtype=torch.uint8))
-            outputs.append(x.new_empty(orient(shapes.scales), dtype=torch.uint8))
+            scale_type = torch.float32 if scheme.scale == "float32" else torch.uint8
+            outputs.append(x.new_empty(orient(shapes.scales), dtype=scale_type))
         if form != "packed":
-            outputs.append(x.new_empty(orient(shapes.operand), dtype=torch.bfloat16))
+            outputs.append(x.new_empty(orient(shapes.operand), dtype=_operand_type(scheme)))
+        if shapes.outer is not None:
+            outputs.append(x.new_empty(orient(shapes.outer), dtype=torch.float32))
+        if shapes.mask is not None:
+            outputs.append(x.new_empty(orient(shapes.mask), dtype=torch.uint8))
     return outputs
 
 
 @shapes_of(_quantize_op)
-def _(x, rows, columns, seed, stream, rows_form, columns_form, backend, where, rows_name, columns_name):
+def _(
+    x, rows, columns, amaxes, seed, stream, rows_form, columns_form, backend, where, rows_name, columns_name, origin
+):  # fmt: skip
     row_scheme = None if rows is None else Scheme.parse(rows)
     column_scheme = None if columns is None else Scheme.parse(columns)
     return _empty_outputs(x, row_scheme, column_scheme, rows_form, columns_form)
 
 
-@operator("decode(Tensor codes, Tensor scales, str scheme, SymInt columns, str backend) -> Tensor")
-def _decode_op(codes: Tensor, scales: Tensor, scheme: str, columns: int, backend: str) -> Tensor:
+@operator("amaxes(Tensor x, str? rows, str? columns, Tensor? seed, str backend) -> Tensor")
+def _amaxes_op(x: Tensor, rows: str | None, columns: str | None, seed: Tensor | None, backend: str) -> Tensor:
+    schemes = [None if text is None else Scheme.parse(text) for text in (rows, columns)]
+    schemes = [scheme if scheme is not None and scheme.has_global_scale else None for scheme in schemes]
+    kernels = _kernels(_able(backend, *schemes))
+    if x.numel() and kernels is not reference:
+        return kernels.amax_vector(x, *schemes)
+    found = x.new_zeros(3, dtype=torch.float32)
+    if x.numel():
+        amaxes = kernels.global_amax(x, *schemes, seed)
+        for scheme, amax, along_columns in zip(schemes, amaxes, (False, True), strict=True):
+            if scheme is not None:
+                found[amax_place(scheme, along_columns)] = amax
+    return found
+
+
+@shapes_of(_amaxes_op)
+def _(x, rows, columns, seed, backend):
+    return x.new_empty(3, dtype=torch.float32)
+
+
+def _operand_type(scheme: Scheme) -> torch.dtype:
+    return torch.bfloat16 if scheme.exact_in_bf16 else torch.float32
+
+
+@operator("decode(Tensor codes, Tensor scales, Tensor? outer, str scheme, SymInt columns, str backend) -> Tensor")
+def _decode_op(
+    codes: Tensor, scales: Tensor, outer: Tensor | None, scheme: str, columns: int, backend: str
+) -> Tensor:
+    parsed = Scheme.parse(scheme)
     if codes.numel() == 0:
-        return codes.new_zeros(codes.shape[0], columns, dtype=torch.bfloat16)
-    decoded = _kernels(backend).decode(codes, scales, Scheme.parse(scheme), columns)
+        return codes.new_zeros(codes.shape[0], columns, dtype=_operand_type(parsed))
+    outers = () if outer is None else (outer,)
+    decoded = _kernels(backend).decode(codes, scales, parsed, columns, *outers)
     # the same strides as the fake says: those of the codes
     return decoded.contiguous() if _row_major(codes) else decoded.T.contiguous().T
 
 
 @shapes_of(_decode_op)
-def _(codes, scales, scheme, columns, backend):
-    rows = codes.shape[0]
+def _(codes, scales, outer, scheme, columns, backend):
+    rows, dtype = codes.shape[0], _operand_type(Scheme.parse(scheme))
     if _row_major(codes):
-        return codes.new_empty(rows, columns, dtype=torch.bfloat16)
-    return codes.new_empty(columns, rows, dtype=torch.bfloat16).T
+        return codes.new_empty(rows, columns, dtype=dtype)
+    return codes.new_empty(columns, rows, dtype=dtype).T
 
 
 def _row_major(codes: Tensor) -> bool:

@@ -5,6 +5,8 @@ A recipe is a YAML file with every operand of every GEMM written out; nothing is
 """
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib import resources
 from os import PathLike, fspath
 from pathlib import Path
@@ -13,18 +15,29 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import Field, ValidationInfo, field_validator
 
-from nvfp4_kernels.scheme import Scheme
-from nvfp4_train.operands import BF16, Dgrad, DgradSpec, Fprop, FpropSpec, GemmSpec, OperandSpec, Wgrad, WgradSpec
-from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, did_you_mean, listed, read_yaml
-from nvfp4_train.selection import KeepBF16
+from nvfp4_kernels.scheme import PER_STEP, Scheme
+from nvfp4_train.operands import (
+    BF16,
+    Dgrad,
+    DgradSpec,
+    Fprop,
+    FpropSpec,
+    GemmSpec,
+    OperandSpec,
+    Wgrad,
+    WgradSpec,
+    across,
+    emulation_allowed,
+    gemm_of,
+)  # fmt: skip
+from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, did_you_mean, read_yaml
+from nvfp4_train.schedule import GEMMS, Phase, phases_of, schedule_faults
+from nvfp4_train.selection import KeepBF16, OscillationReset
 
 __all__ = [
     "DgradSpec", "FpropSpec", "GemmSpec", "KeepBF16", "LinearPlan", "OperandSpec", "Phase", "Recipe", "RecipeError",
     "WgradSpec", "load_recipe", "recipe_names", "recipe_text",
 ]  # fmt: skip
-
-GEMMS = ("fprop", "dgrad", "wgrad")
-
 
 class LinearPlan(NamedTuple):
     """What one layer does now: for each operand ``str(scheme)`` or ``bf16``."""
@@ -38,40 +51,32 @@ class LinearPlan(NamedTuple):
 
     @property
     def stochastic(self) -> bool:
-        return any("stochastic" in text for text in self)
-
-
-class Phase(Strict):
-    """From the fraction ``start`` (``from:``) of training on, the GEMMs named here run as written here.
-
-    A GEMM stays as its last phase left it: phases add up.
-    """
-
-    start: float = Field(alias="from")
-    fprop: Fprop | None = None
-    dgrad: Dgrad | None = None
-    wgrad: Wgrad | None = None
-
-    @field_validator("start", mode="before")
-    @classmethod
-    def _start(cls, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ValueError(f"expected a fraction of training from 0 to below 1, such as 0.82, got {value!r}")
-        return float(value)
+        """Whether a call needs a seed: for draws or for the signs of a transform."""
+        return any("stochastic" in text or f":{PER_STEP}" in text for text in self)
 
     @property
-    def gemms(self) -> dict[str, GemmSpec]:
-        return {name: getattr(self, name) for name in GEMMS if getattr(self, name) is not None}
+    def shares_weight(self) -> bool:
+        """Whether Dgrad can read Fprop's quantized weight the other way round, bit for bit."""
+        if BF16 in (self.fprop_weight, self.dgrad_weight):
+            return False
+        if self.fprop_weight.replace(":masked=True", "") != self.dgrad_weight:
+            return False
+        scheme = Scheme.parse(self.dgrad_weight)
+        return scheme.block[0] == scheme.block[1] and not scheme.hadamard
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"from": self.start, **{name: gemm.to_dict() for name, gemm in self.gemms.items()}}
+    @property
+    def simple(self) -> bool:
+        """Whether each GEMM is two quantized operands and nothing else: see linear_mechanisms.py for the rest."""
+        return not any(mark in text for text in self for mark in ("requantized", "split", "masked", "history"))
 
 
 class Recipe(Strict):
     """One training recipe. Raises RecipeError (a ValueError) that lists all faults with their key paths.
 
-    ``weight_match`` claims that Dgrad differentiates the weight that Fprop used, bit for bit. The claim is checked
-    against the operands, both ways. A phase that turns one of the two GEMMs to BF16 breaks it by design, unasked.
+    ``emulation_only``: some GEMM of it exists in no matrix instruction; said where it is so, and only there.
+    ``oscillation_reset``: see ``OscillationReset``. ``weight_match`` claims that Dgrad differentiates the weight that
+    Fprop used, bit for bit. The claim is checked against the operands, both ways. A phase that turns one of the two
+    GEMMs to BF16 breaks it by design, unasked.
     """
 
     name: str
@@ -82,6 +87,19 @@ class Recipe(Strict):
     keep_bf16: KeepBF16 = KeepBF16()
     weight_match: bool = Field(True, validate_default=True)
     schedule: tuple[Phase, ...] = ()
+    oscillation_reset: OscillationReset | None = None
+    emulation_only: bool = Field(False, validate_default=True)
+
+    def __init__(self, /, **data: Any):
+        faults: list[Fault] = []
+        with emulation_allowed(data.get("emulation_only") is True):
+            try:
+                super().__init__(**data)
+            except RecipeError as error:
+                faults += error.faults
+            faults += _faults_across(data)
+        if faults:
+            raise RecipeError(type(self).__name__, faults)
 
     @field_validator("name", mode="before")
     @classmethod
@@ -109,7 +127,7 @@ class Recipe(Strict):
             raise ValueError(f"expected true or false, got {value!r}")
         fprop, dgrad = info.data.get("fprop"), info.data.get("dgrad")
         if fprop and dgrad:
-            reason = _weights_differ(fprop.weight, dgrad.weight)
+            reason = weights_differ(fprop, dgrad)
             if value and reason:
                 raise ValueError(f"Dgrad cannot use Fprop's quantized weight: {reason}. Declare weight_match: false")
             if not value and not reason:
@@ -119,43 +137,78 @@ class Recipe(Strict):
     @field_validator("schedule", mode="before")
     @classmethod
     def _schedule(cls, value: Any, info: ValidationInfo) -> tuple[Phase, ...]:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"expected a list such as [{{from: 0.82, fprop: bf16}}], got {value!r}")
-        phases: dict[int, Phase] = {}
-        faults: list[Fault] = []
-        for index, item in enumerate(value):
-            try:
-                phases[index] = Phase.of(item, "{from: 0.82, fprop: bf16}")
-            except RecipeError as error:
-                faults += [Fault((index, *fault.path), fault.message) for fault in error.faults]
-            except ValueError as error:
-                faults.append(Fault((index,), str(error)))
+        phases, faults = phases_of(value)
         now = {name: info.data.get(name) for name in GEMMS}
-        faults += _schedule_faults(phases, now, info.data.get("weight_match"))
+        faults += schedule_faults(phases, now, info.data.get("weight_match"), weights_differ)
         if faults:
             raise RecipeError("schedule", faults)
         return tuple(phases.values())
 
-    def gemms(self, progress: float = 0.0) -> dict[str, GemmSpec]:
-        """``{"fprop": ..., "dgrad": ..., "wgrad": ...}`` at a fraction of training."""
+    @field_validator("oscillation_reset", mode="before")
+    @classmethod
+    def _oscillation_reset(cls, value: Any, info: ValidationInfo) -> OscillationReset | None:
+        if value is None:
+            return None
+        fprop = info.data.get("fprop")
+        reason = None if fprop is None else _cannot_oscillate(fprop.weight)
+        if reason:
+            raise ValueError(f"fprop.weight {reason}")
+        return OscillationReset.of(value, "{from: 0.63, every: 200, window: 50, ratio: 8}")
+
+    @field_validator("emulation_only", mode="before")
+    @classmethod
+    def _emulation_only(cls, value: Any, info: ValidationInfo) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"expected true or false, got {value!r}")
+        gemms = [info.data.get(name) for name in GEMMS]
+        if value and all(gemms) and "schedule" in info.data:
+            gemms += [gemm for phase in info.data["schedule"] for gemm in phase.gemms.values()]
+            if not any(isinstance(gemm.hardware, str) for gemm in gemms):
+                raise ValueError("has no effect: a matrix instruction exists for every GEMM here: leave it out")
+        return value
+
+    def gemms(
+        self, progress: float = 0.0, step: int | None = None, reached: Iterable[int] = ()
+    ) -> dict[str, GemmSpec]:
+        """``{"fprop": ..., "dgrad": ..., "wgrad": ...}`` at a fraction of training, a step, and with the measured
+        conditions of the phases ``reached`` (their places in ``schedule``) met."""
         now = {name: getattr(self, name) for name in GEMMS}
-        for phase in self.schedule:
-            if progress >= phase.start:
+        for index, phase in enumerate(self.schedule):
+            if phase.begun(progress, step) or index in reached:
                 now |= phase.gemms
         return now
 
-    def plan(self, progress: float = 0.0) -> LinearPlan:
-        """What a layer does at a fraction of training."""
-        return LinearPlan(*(spec.text for gemm in self.gemms(progress).values() for spec in gemm.operands.values()))
+    def plan(self, progress: float = 0.0, step: int | None = None, reached: Iterable[int] = ()) -> LinearPlan:
+        """What a layer does then; see ``gemms``."""
+        now = self.gemms(progress, step, reached)
+        return LinearPlan(*(spec.text for gemm in now.values() for spec in gemm.operands.values()))
 
     @property
     def starts(self) -> tuple[float, ...]:
-        """The fractions of training at which a plan begins; the first is 0."""
-        return tuple(dict.fromkeys((0.0, *(phase.start for phase in self.schedule))))
+        """The fractions of training at which a plan begins; the first is 0. (Steps and conditions are not
+        fractions.)"""
+        return tuple(dict.fromkeys((0.0, *(phase.start for phase in self.schedule if phase.start is not None))))
+
+    @property
+    def operand_texts(self) -> tuple[str, ...]:
+        """``str(scheme)`` or ``bf16`` of every operand at any time of training, each once."""
+        gemms = [getattr(self, name) for name in GEMMS]
+        gemms += [gemm for phase in self.schedule for gemm in phase.gemms.values()]
+        return tuple(dict.fromkeys(spec.text for gemm in gemms for spec in gemm.operands.values()))
+
+    @property
+    def operands_by_name(self) -> tuple[tuple[str, str], ...]:
+        """(``fprop_input``, ``str(scheme)`` or ``bf16``) of every operand at any time of training, each pair once."""
+        gemms = [{name: getattr(self, name) for name in GEMMS}, *(phase.gemms for phase in self.schedule)]
+        pairs = [(f"{gemm}_{name}", spec.text) for now in gemms for gemm, pair in now.items()
+                 for name, spec in pair.operands.items()]  # fmt: skip
+        return tuple(dict.fromkeys(pairs))
 
     @property
     def quantizes_nothing(self) -> bool:
-        return not any(gemm.quantized for start in self.starts for gemm in self.gemms(start).values())
+        gemms = [getattr(self, name) for name in GEMMS]
+        gemms += [gemm for phase in self.schedule for gemm in phase.gemms.values()]
+        return not any(gemm.quantized for gemm in gemms)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as its YAML would say it; ``load_recipe`` of it gives an equal recipe."""
@@ -163,21 +216,28 @@ class Recipe(Strict):
         parts |= {name: getattr(self, name).to_dict() for name in GEMMS}
         parts |= {"keep_bf16": self.keep_bf16.to_dict(), "weight_match": self.weight_match}
         parts["schedule"] = [phase.to_dict() for phase in self.schedule]
+        parts["oscillation_reset"] = self.oscillation_reset.to_dict() if self.oscillation_reset else {}
+        parts |= {"emulation_only": True} if self.emulation_only else {}
         return {key: value for key, value in parts.items() if value not in ("", {}, [])}
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=120)
 
 
-def _weights_differ(fprop: OperandSpec, dgrad: OperandSpec) -> str | None:
+def weights_differ(fprop_gemm: FpropSpec, dgrad_gemm: DgradSpec) -> str | None:
     """Why the two quantized weights are not one and the same, or None if they are."""
+    fprop, dgrad = fprop_gemm.weight, dgrad_gemm.weight
     if fprop.format == dgrad.format == BF16:
         return None
     if BF16 in (fprop.format, dgrad.format):
         return "one of the two GEMMs takes it in bf16"
-    if fprop != dgrad:
+    if dgrad.requantize:
+        return "dgrad.weight is quantized a second time, from Fprop's"
+    if fprop_gemm.input.split is not None and fprop_gemm.input.split.part == "channels":
+        return "fprop.input sets channels apart, and with them columns of the weight"
+    scheme = replace(fprop.scheme, masked=False)
+    if scheme != dgrad.scheme:
         return f"fprop.weight is {fprop.text}, dgrad.weight is {dgrad.text}"
-    scheme = Scheme.parse(fprop.text)
     if scheme.block[0] != scheme.block[1]:
         return f"{fprop.block} blocks lie along K in Fprop and along N in Dgrad; only square blocks serve both"
     if scheme.stochastic:
@@ -185,27 +245,35 @@ def _weights_differ(fprop: OperandSpec, dgrad: OperandSpec) -> str | None:
     return None
 
 
-def _schedule_faults(
-    phases: dict[int, Phase], now: dict[str, GemmSpec | None], weight_match: bool | None
-) -> list[Fault]:
-    faults, last = [], -1.0
-    for index, phase in phases.items():
-        if phase.start <= last:
-            faults.append(Fault((index, "from"), f"{phase.start} is not after the phase before it, at {last}"))
-        last = phase.start
-        if not phase.gemms:
-            faults.append(Fault((index,), f"switches nothing: give {listed(GEMMS)}"))
-        faults += [
-            Fault((index, name), "switches nothing: this GEMM runs so already")
-            for name, gemm in phase.gemms.items()
-            if gemm == now[name]
-        ]
-        now = now | phase.gemms
-        fprop, dgrad = now["fprop"], now["dgrad"]
-        if weight_match and fprop and dgrad and fprop.quantized and dgrad.quantized:
-            reason = _weights_differ(fprop.weight, dgrad.weight)
-            if reason:
-                faults.append(Fault((index,), f"breaks weight_match: {reason}. Declare weight_match: false"))
+def _cannot_oscillate(weight: OperandSpec) -> str | None:
+    """Why weights that are quantized so cannot be reset to their quantized values, or None."""
+    if weight.format == BF16:
+        return "is not quantized: there is no grid to be reset to"
+    if weight.hadamard:
+        return "is rotated first: its grid is not one of the weight"
+    if weight.rounding != "nearest":
+        return f"has rounding: {weight.rounding}: it flips whether or not it oscillates"
+    if weight.history:
+        return "is scaled by a history of amaxes, which another quantization of it would disturb"
+    return None
+
+
+def _faults_across(data: dict[str, Any]) -> list[Fault]:
+    """What the GEMMs cannot do together, where all three are valid by themselves; in each phase of a valid schedule
+    too."""
+    try:
+        now = {name: gemm_of(name, data[name]) for name in GEMMS}
+    except (KeyError, ValueError):
+        return []
+    faults = list(across(*now.values()))
+    schedule = data.get("schedule", ())
+    phases, broken = phases_of(schedule) if isinstance(schedule, list | tuple) else ({}, [])
+    for index, phase in () if broken else phases.items():
+        now |= phase.gemms
+        told = {(fault.path, fault.message) for fault in faults}
+        for fault in across(*now.values()):
+            if (fault.path, fault.message) not in told:
+                faults.append(Fault(("schedule", index), str(fault)))
     return faults
 
 

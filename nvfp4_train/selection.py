@@ -1,10 +1,10 @@
-"""What a recipe keeps in BF16: modules by glob, blocks by place. The schema; conversion.py applies it."""
+"""What a recipe keeps in BF16 (modules by glob, blocks by place) and which weights it resets; the schema only."""
 
 import math
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from nvfp4_train.recipe_errors import Fault, RecipeError, Strict
 
@@ -93,3 +93,43 @@ class KeepBF16(Strict):
         parts = {"modules": list(self.modules), "if_present": list(self.if_present)}
         parts["blocks"] = self.blocks.to_dict() if self.blocks else None
         return {key: value for key, value in parts.items() if value}
+
+
+class OscillationReset(Strict):
+    """OsciReset (TetraJet-v2, arXiv:2510.27527): weights that flip between two quantized values are set to one of them.
+
+    From the fraction ``from`` of training on, in the first ``window`` steps of every ``every`` steps the moves of
+    each weight and of its quantized value are summed; where the sum of the latter is at least ``ratio`` times the
+    former, the weight becomes its quantized value. oscillation.py applies it.
+    """
+
+    start: float = Field(0.0, alias="from")
+    every: int
+    window: int
+    ratio: float
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _start(cls, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ValueError(f"expected a fraction of training from 0 to below 1, such as 0.63, got {value!r}")
+        return float(value)
+
+    @field_validator("every", "window", mode="before")
+    @classmethod
+    def _steps(cls, value: Any, info: ValidationInfo) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"expected a number of steps, such as 50, got {value!r}")
+        if info.field_name == "window" and value > info.data.get("every", value):
+            raise ValueError(f"is longer than every: {info.data['every']}")
+        return value
+
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _ratio(cls, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"expected a ratio above 0, such as 8, got {value!r}")
+        return float(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"from": self.start, "every": self.every, "window": self.window, "ratio": self.ratio}

@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 from torch import nn
 
+from nvfp4_train.experts import is_experts, why_not_experts
 from nvfp4_train.quantization import INPUT_TYPES
 from nvfp4_train.recipe_errors import did_you_mean
 from nvfp4_train.selection import Blocks, KeepBF16
+from nvfp4_train.swapping import Quantized
+from nvfp4_train.transposed import is_conv1d, why_not_conv1d
 
 # What a subclass of nn.Linear may define and be replaced all the same: how it is built and told, and what Python itself
 # (3.10 to 3.14), abc and typing put into every class. A QuantizedLinear holds the instance's attributes, not its class.
@@ -56,11 +59,14 @@ class Survey:
             if name:
                 self.places.setdefault(module, []).append(Place(self.parents[parent_name], attribute))
 
-    def linears(self) -> dict[str, nn.Linear]:
-        return {name: module for name, module in self.modules.items() if isinstance(module, nn.Linear)}
+    def convertible(self) -> dict[str, nn.Module]:
+        """The modules of a kind that can be converted: nn.Linear, experts and Conv1D of transformers."""
+        return {name: module for name, module in self.modules.items() if is_convertible(module)}
 
-    def why_not(self, module: nn.Linear) -> str | None:
-        """Why an nn.Linear (or a subclass) must stay as it is, or None."""
+    def why_not(self, module: nn.Module) -> str | None:
+        """Why a module of a convertible kind must stay as it is, or None."""
+        if not isinstance(module, nn.Linear):
+            return why_not_experts(module) if is_experts(module) else why_not_conv1d(module)
         if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
             return "its forward is not nn.Linear's"
         if module.__dict__.get("_compiled_call_impl") is not None:
@@ -83,21 +89,18 @@ class Survey:
         return None
 
     def other_weights(self) -> list[tuple[Skipped, nn.Parameter]]:
-        """Weights that a matmul may read and that hang in no nn.Linear: they stay as they are, and are told."""
+        """Weights that a matmul may read, outside the convertible modules: they stay as they are, and are told."""
         found = []
         for name, module in self.modules.items():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd):
+            if is_convertible(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd):
                 continue
             kind = type(module).__name__
             for key, parameter in module._parameters.items():
                 if parameter is None or isinstance(parameter, nn.UninitializedParameter):
                     continue
                 label = ".".join(filter(None, (name, key)))
-                if kind == "Conv1D" and key == "weight":
-                    reason = "transformers' Conv1D, no nn.Linear: it keeps its weight transposed"
-                    found.append((Skipped(name, kind, reason), parameter))
-                elif parameter.dim() == 3 and parameter.shape[0] > 1:
-                    reason = "a 3-D parameter (experts in one tensor), no nn.Linear"
+                if parameter.dim() == 3 and parameter.shape[0] > 1:
+                    reason = "a 3-D parameter of a module that does not follow transformers' experts interface"
                     found.append((Skipped(label, kind, reason), parameter))
                 elif parameter.dim() == 2 and min(parameter.shape) > 1:
                     found.append((Skipped(label, kind, "a 2-D parameter outside any nn.Linear"), parameter))
@@ -126,7 +129,7 @@ class Survey:
         found = []
         for glob in keep.modules:
             matched = {name: module for name, module in self.modules.items() if name and fnmatchcase(name, glob)}
-            if not any(isinstance(inner, nn.Linear) for module in matched.values() for inner in module.modules()):
+            if not any(is_convertible(inner) for module in matched.values() for inner in module.modules()):
                 reason = f"keep_bf16: {glob!r}, never quantized anyway"
                 found += [Skipped(name, type(module).__name__, reason) for name, module in matched.items()]
         return found
@@ -138,8 +141,9 @@ class Survey:
     def blocks(self) -> tuple[str, list[nn.Module]]:
         """(name, blocks) of the model's stack of blocks: the longest outermost list of modules that hold linears.
 
-        An nn.ModuleList counts if each of its children holds a linear; an nn.Sequential or nn.ModuleDict only if its
-        children are of one class as well. Raises ConversionError where there is none, or two of one length.
+        An nn.ModuleList counts if each of its children holds a linear (or experts, or a Conv1D); an nn.Sequential or
+        nn.ModuleDict only if its children are of one class as well. Raises ConversionError where there is none, or two
+        of one length.
         """
         stacks: dict[str, list[nn.Module]] = {}
         for name, module in self.modules.items():
@@ -178,6 +182,21 @@ class Survey:
         return kept
 
 
+def is_convertible(module: nn.Module) -> bool:
+    """Whether a recipe may speak of the module at all."""
+    return isinstance(module, nn.Linear | Quantized) or is_experts(module) or is_conv1d(module)
+
+
+def weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of a convertible module that products read."""
+    if isinstance(module, Quantized):
+        return list(module.weights().values())
+    if is_experts(module):
+        return [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+    weight = module._parameters.get("weight")
+    return [] if weight is None or isinstance(weight, nn.UninitializedParameter) else [weight]
+
+
 def _added(kind: type[nn.Linear]) -> list[str]:
     """Names that ``kind`` and its bases (mixins too) define beyond nn.Linear's own classes: what a conversion loses."""
     bases = [base for base in kind.__mro__ if base not in nn.Linear.__mro__]
@@ -190,4 +209,4 @@ def _is_stack(module: nn.Module) -> bool:
         return False
     if not isinstance(module, nn.ModuleList) and len({type(child) for child in children}) > 1:
         return False
-    return all(any(isinstance(inner, nn.Linear) for inner in child.modules()) for child in children)
+    return all(any(is_convertible(inner) for inner in child.modules()) for child in children)

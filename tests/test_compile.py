@@ -96,13 +96,16 @@ def test_checkpointing_gives_the_same_gradients(recipe, reentrant):
 
 def test_opcheck():
     from nvfp4_train.gemm import _matmul_op
-    from nvfp4_train.quantization import _decode_op, _quantize_op, quantize
+    from nvfp4_train.quantization import _amaxes_op, _decode_op, _quantize_op, quantize
 
     where, seed = len(ledger.site("opcheck")), torch.tensor(7)
     plan = nt.load_recipe("nvidia_nvfp4").plan(0.0)
     x = torch.randn(40, 33)
+    pair = (plan.dgrad_grad_output, plan.wgrad_grad_output)
+    torch.library.opcheck(_amaxes_op, (x, *pair, "reference"), test_utils=("test_schema", "test_faketensor"))
+    amaxes = _amaxes_op(x, *pair, "reference")
     for forms in (("both", "both"), ("decoded", "packed")):
-        args = (x, plan.dgrad_grad_output, plan.wgrad_grad_output, seed, 2, *forms, "reference", where, "a", "b")
+        args = (x, *pair, amaxes, seed, 2, *forms, "reference", where, "a", "b", None)
         torch.library.opcheck(_quantize_op, args, test_utils=("test_schema", "test_faketensor"))
     for transpose in (False, True):
         q = quantize(x, plan.fprop_input, transpose=transpose)

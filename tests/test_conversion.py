@@ -173,12 +173,13 @@ def test_weights_outside_linears_are_told():
     report = nt.convert(m, recipe())
     assert report.converted == ["linear"]
     kinds = {skipped.name: skipped.kind for skipped in report.skipped}
-    assert kinds == {"experts.gate_up": "Experts", "conv": "Conv1D", "attention.in_proj_weight": "MultiheadAttention",
+    assert kinds == {"experts.gate_up": "Experts", "conv.weight": "Conv1D",
+                     "attention.in_proj_weight": "MultiheadAttention",
                      "attention.out_proj": "NonDynamicallyQuantizableLinear"}  # fmt: skip
     told = reasons(report)
     assert (
         "3-D" in told["experts.gate_up"]
-        and "transposed" in told["conv"]
+        and "2-D" in told["conv.weight"]
         and "never calls" in told["attention.out_proj"]
     )
     assert report.elements == (256, 256 + 512 + 128 + 768 + 256)
@@ -249,8 +250,8 @@ def test_parts_may_have_recipes_of_their_own():
 
 def test_a_backend_that_cannot_be_leaves_the_model_whole():
     m = model()
-    for backend in ("tritn", "native"):
-        with pytest.raises(ValueError, match=backend):
+    for backend, told in (("tritn", "tritn"), ("native", "Blackwell")):
+        with pytest.raises(ValueError, match=told):
             nt.convert(m, "nvidia_nvfp4", backend=backend)
     assert not quantized(m)
 
@@ -305,9 +306,29 @@ def test_llama_with_tied_head_trains():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
 
 
-def test_experts_and_router_of_mixtral_are_told():
-    m = llama(model_type="mixtral", num_local_experts=4)
-    report = nt.convert(m, "nvidia_nvfp4")
-    assert len(report.converted) == 12
-    assert {skipped.kind for skipped in report.skipped} >= {"MixtralExperts"}
-    assert report.elements[0] / report.elements[1] < 0.5
+def test_conv1d_of_gpt2_is_converted_like_the_linear_layer_it_is():
+    """Its products equal those of an nn.Linear with the transposed weight, bit for bit, forward and backward."""
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    m = nn.ModuleDict({"conv": Conv1D(48, 32), "linear": nn.Linear(32, 48)})
+    with torch.no_grad():
+        m["linear"].weight.copy_(m["conv"].weight.T)
+        m["linear"].bias.copy_(m["conv"].bias.uniform_())
+    keys = list(m.state_dict())
+    report = nt.convert(m, recipe())
+    assert report.converted == ["conv", "linear"] and isinstance(m["conv"], Conv1D) and list(m.state_dict()) == keys
+    x = torch.randn(2, 20, 32)
+    outputs = []
+    for name in ("conv", "linear"):
+        torch.manual_seed(7)
+        inner = x.clone().requires_grad_()
+        y = m[name](inner)
+        y.square().sum().backward()
+        weight = m[name].weight.grad
+        outputs.append((y, inner.grad, weight.T if name == "conv" else weight, m[name].bias.grad))
+    for a, b in zip(*outputs, strict=True):
+        assert torch.equal(a, b)
+    assert "recipe=nvidia_nvfp4" in repr(m["conv"])
+    assert nt.convert(llama(model_type="gpt2", n_embd=16, n_layer=2, n_head=2), "nvidia_nvfp4").elements[0] > 0

@@ -142,3 +142,32 @@ def test_more_than_two_to_the_31_elements():
     )
     assert torch.equal(whole.codes[-16:].cpu(), tail.codes) and torch.equal(whole.scales[-16:].cpu(), tail.scales)
     assert torch.equal(triton_kernels.global_amax(x, scheme, None)[0], amax)
+
+
+def test_a_recorded_step_computes_what_the_step_computes():
+    """Weights after several steps of two microbatches, a change of plan among them: bitwise."""
+    from nvfp4_train.experiment.graphs import Replayed
+
+    def train(graphs: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).cuda()
+        nt.convert(net, "nvidia_nvfp4_late_fprop")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def accumulate(x):
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        run = Replayed(accumulate, net.parameters()) if graphs else lambda x, plan: accumulate(x)
+        batches = torch.randn(12, 32, 64, generator=torch.Generator().manual_seed(1)).cuda()
+        torch.cuda.manual_seed(7)
+        losses = []
+        for step in range(6):
+            nt.set_progress(net, step, 6)
+            losses += [run(batch, net[0].plan) for batch in batches[2 * step : 2 * step + 2]]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not graphs)
+        return [*losses, *(p.detach().clone() for p in net.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))

@@ -140,7 +140,7 @@ def test_operand_spec():
         ({"format": "bf16", "rounding": "nearest"}, "contradicts format: bf16"),
         ({"format": "bf16", "hadamard": 16}, "contradicts format: bf16"),
         ({"format": "mxfp4", "block": "16x16"}, "expected 1x32"),
-        ({"format": "nvfp4", "rounding": "stochastic16"}, "nearest, stochastic or stochastic8"),
+        ({"format": "nvfp4", "rounding": "stochastic16"}, "nearest, stochastic, stochastic8 or stochastic_scale"),
     ):
         with pytest.raises(ValueError) as caught:
             OperandSpec(**wrong)

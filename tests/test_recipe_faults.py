@@ -64,7 +64,7 @@ def test_nothing_is_left_to_a_default():
     assert set(faults({"name": "mine", "fprop": "bf16"})) == {"dgrad", "wgrad"}
     no_rule = {key: value for key, value in MX.items() if key != "scale_rule"}
     found = faults(base(wgrad={"grad_output": no_rule, "input": MX}))
-    assert list(found) == ["wgrad.grad_output.scale_rule"] and "floor or ceil" in found["wgrad.grad_output.scale_rule"]
+    assert list(found) == ["wgrad.grad_output.scale_rule"] and "expected floor, ceil" in found["wgrad.grad_output.scale_rule"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for recipe, told in (
         ("nvidia_nvfp", "did you mean 'nvidia_nvfp4'?"),
-        ("zzz", "known recipes: bf16"),
+        ("zzz", "known recipes: averis, bf16"),
         (tmp_path / "absent.yaml", "no such file"),
         (str(tmp_path), "cannot be read"),
         (tmp_path / "binary.yaml", "not a text file"),
@@ -145,7 +145,7 @@ def test_a_named_recipe_is_found_from_anywhere(tmp_path, monkeypatch):
         ({"name": "a/b"}, "name", "letters"),
         ({"weight_match": "true"}, "weight_match", "true or false"),
         ({"wgrad": {"grad_output": {**STOCHASTIC, "hadamard": True}, "input": ROTATED}},
-         "wgrad.grad_output.hadamard", "0 or 16"),
+         "wgrad.grad_output.hadamard", "0, 4, 16, 32, 64 or 128"),
     ],
 )  # fmt: skip
 def test_impossible_combinations_are_refused_with_their_reason(changes, key, told):

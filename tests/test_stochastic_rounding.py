@@ -6,8 +6,9 @@ import pytest
 import torch
 from quantize_oracle import gaussian, same
 
-from nvfp4_kernels.reference.codecs import e4m3_decode
-from nvfp4_kernels.reference.quantize import global_amax, quantize
+from nvfp4_kernels.reference.codecs import e4m3_decode, unpack
+from nvfp4_kernels.reference.philox import random16, random16_rows
+from nvfp4_kernels.reference.quantize import dequantize, global_amax, quantize
 from nvfp4_kernels.scheme import Scheme
 
 ROW, STOCHASTIC = Scheme(), Scheme(rounding="stochastic")
@@ -87,3 +88,58 @@ def test_two_forms_with_one_stream_share_their_draws():
     rows, columns = quantize(x, scheme, scheme, row_stream=2, column_stream=3, **options)
     assert not torch.equal(rows.operand, columns.operand.t())
     assert same(quantize(x, ROW, None)[0], quantize(x, ROW, None, seed=torch.tensor(1))[0])
+
+
+@pytest.mark.parametrize("scheme", [STOCHASTIC, Scheme(block=(16, 16), rounding="stochastic")])
+@pytest.mark.parametrize("cut", [((16, 48), (32, 64)), ((0, 48), (16, 80)), ((16, 32), (0, 80)), ((0, 64), (0, 32))])
+def test_a_part_of_a_tensor_draws_what_it_would_draw_there(scheme, cut):
+    x = gaussian(64, 80)
+    options = dict(seed=torch.tensor(11), row_stream=2, column_stream=2, rows_form="decoded", columns_form="decoded")
+    amax = dict(amax_rows=x.abs().max(), amax_columns=x.abs().max())
+    (top, bottom), (left, right) = cut
+    rows, columns = quantize(x, scheme, scheme, **options, **amax)
+    part = x[top:bottom, left:right]
+    part_rows, part_columns = quantize(part, scheme, scheme, origin=(top, left, 80), **options, **amax)
+    assert same([part_rows.operand], [rows.operand[top:bottom, left:right]])
+    assert same([part_columns.operand], [columns.operand[left:right, top:bottom]])
+
+
+def test_origin_counts_elements_of_the_whole_tensor_on_any_lane():
+    numbers = random16(torch.tensor(5), 3, 400)
+    part = random16_rows(torch.tensor(5), 3, 6, 9, 2 * 37 + 5, 37)
+    assert torch.equal(part, torch.stack([numbers[(i + 2) * 37 + 5 :][:9] for i in range(6)]))
+    assert torch.equal(random16(torch.tensor(5), 3, 50, first=13), numbers[13:63])
+
+
+VARIANTS = {
+    "tseng: headroom 4/3": Scheme("e2m1", "e8m0", "floor", (1, 32), "stochastic", headroom=4 / 3),
+    "mxfp4 up": Scheme("e2m1", "e8m0", "up", (1, 32), "stochastic"),
+    "mxfp8 up": Scheme("e4m3", "e8m0", "up", (1, 32), "stochastic"),
+    "int4 float32": Scheme("int4", "float32", "amax", (1, 16), "stochastic"),
+    "outer blocks": Scheme(outer=(1, 64), rounding="stochastic", headroom=17 / 16),
+    "nvfp4 17/16": Scheme(rounding="stochastic", headroom=17 / 16),
+    "nvfp4": Scheme(rounding="stochastic"),
+    "nvfp4 four over six": Scheme(rounding="stochastic", select="mse", range=256.0),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_unbiased_but_for_what_it_clamps(name):
+    """The error of the mean of n draws falls as 1/sqrt(n), the clamp's bias apart; without saturation there is none."""
+    scheme, copies = VARIANTS[name], 1024
+    x = gaussian(16, 64)
+    result = quantize(x.repeat(copies, 1), scheme, None, seed=torch.tensor(3))[0]
+    values = dequantize(result.codes, result.scales, result.amax, scheme, 64, torch.float32, result.outer)
+    draws = values.to(torch.float64).view(copies, 16, 64)
+    largest = unpack(result.codes[:16], scheme.number)[:, :64].abs() == scheme.number.largest
+    saturated = largest & (draws[0].abs() < x.abs() * (1 - 1e-6))
+    assert (saturated.sum() > 0) == (name in ("nvfp4", "nvfp4 four over six")), saturated.sum()
+
+    def error(n: int) -> float:
+        means = draws[: n * (copies // n)].view(copies // n, n, 16, 64).mean(dim=1)
+        return ((means - x)[:, ~saturated]).pow(2).mean().sqrt().item()
+
+    first = error(1)
+    for n in (16, 256, 1024):
+        assert error(n) * math.sqrt(n) == pytest.approx(first, rel=0.15)
+    assert ((draws[0] - x)[saturated].norm() / x.norm()) < 0.05  # what the clamp costs, at most

@@ -163,3 +163,16 @@ def test_faults_are_named(arguments, message):
     arguments = dict(x=torch.zeros(16, 16), rows=Scheme(), columns=None) | arguments
     with pytest.raises(ValueError, match=message):
         kernels.quantize(arguments.pop("x").to(DEVICE), **arguments)
+
+
+@pytest.mark.parametrize("origin", [(5, 16, 64), (3, 7, 50)], ids=["by eights", "odd"])
+def test_a_part_of_a_tensor_draws_as_the_whole_does(origin):
+    scheme, seed = Scheme(rounding=SR), torch.tensor(11)
+    x = normal(16, 32).to(BF16)
+    options = dict(seed=seed, row_stream=0, column_stream=0, origin=origin, rows_form="both", columns_form="both")
+    want = reference.quantize(x, scheme, scheme, **options)
+    found = kernels.quantize(x.to(DEVICE), scheme, scheme, **{**options, "seed": seed.to(DEVICE)})
+    for expected, got in zip(want, found, strict=True):
+        for a, b in zip(expected, got, strict=True):
+            assert_same_bits(a, b)
+    assert not torch.equal(want[0].codes, reference.quantize(x, scheme, None, seed=seed)[0].codes)

@@ -18,11 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nvfp4_kernels.scheme import Scheme
-from nvfp4_kernels.triton import amax, decode, quantize, quantize_kernel, tiles
+from nvfp4_kernels.triton import amax, codecs_sm100, decode, quantize, quantize_kernel, tiles
 
 ARCHS = (80, 89, 90, 100, 120)
 SR = "stochastic"
 POINTERS = {"x_ptr": "*i16", "seed_ptr": "*i64"}
+INTEGERS = ("height", "width", "stride", "row_stream", "column_stream", "draw_i", "draw_j", "draw_width")
 CASES = {  # name -> (rows, rows_form, columns, columns_form)
     "rows nearest decoded": (Scheme(), "decoded", None, ""),
     "rows nearest packed": (Scheme(), "packed", None, ""),
@@ -44,7 +45,8 @@ def compile_kernel(kernel, types: dict, values: dict, arch: int, warps: int):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in values.items()}
-    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if "stream" not in n}
+    divisible = [name for name in types if "stream" not in name and "draw" not in name]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(kernel, signature, constants, attrs)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -54,7 +56,7 @@ def quantize_case(name: str, arch: int, tile: tiles.Tile | None = None, even: bo
     rows, rows_form, columns, columns_form = CASES[name]
     needed = max(rows.block[0] if rows else 1, columns.group if columns else 1)
     tile = tile or tiles.fit(quantize._kind(rows, columns, columns_form != "decoded"), 8192, 8192, needed)
-    types = {"x_ptr": "*i16"} | dict.fromkeys(("height", "width", "stride", "row_stream", "column_stream"), "i32")
+    types = {"x_ptr": "*i16"} | dict.fromkeys(INTEGERS, "i32")
     stochastic = any(s is not None and s.stochastic for s in (rows, columns))
     values = {} if stochastic else {"seed_ptr": None}
     if stochastic:
@@ -71,7 +73,7 @@ def quantize_case(name: str, arch: int, tile: tiles.Tile | None = None, even: bo
     values |= quantize._constants("ROW", rows, True) | quantize._constants("COLUMN", columns, False)
     both = rows is not None and columns is not None
     values |= dict(BF16_BITS=True, EVEN=even, BI=tile.rows, BJ=tile.columns, BY_EIGHTS=True, ONE_DRAW=both)
-    values |= dict(ROW_VECTOR=8, COLUMN_VECTOR=tile.vector or 8)
+    values |= dict(ROW_VECTOR=8, COLUMN_VECTOR=tile.vector or 8, CONVERT=codecs_sm100.conversion(f"sm_{arch}"))
     return compile_kernel(quantize_kernel.quantize_kernel, types, values, arch, tile.warps)
 
 

@@ -1,16 +1,14 @@
 """Quantize one tensor along its rows, its columns or both: the definition that every other backend must match bitwise.
 
-The numbers follow TransformerEngine's NVFP4 reference (2.20), all in float32 and in this order (amax: the tensor's):
+    1  the signed Hadamard transform along the blocks' axis, rounded to BF16 (hadamard.py)
+    2  amax of the tensor or of the outer blocks, amax (or ``spread``) of the blocks
+    3  block scales and encode factors by the scheme's rule (scales.py), four over six (select.py)
+    4  element = round(x * enc), x / s for float32 scales: to nearest or stochastically (codecs.py)
+    5  MS-EDEN's corrected scales (select.py)
 
-    S_enc = min(2688 / amax, FLT_MAX), 1 if amax is 0                S_dec = 1 / S_enc
-    scale = E4M3(min(block_amax * (S_enc * f32(1/6)), FLT_MAX))      nearest even, saturating at 448
-    enc   = min(1 / (f32(scale) * S_dec), FLT_MAX)                   from the *rounded* scale
-    code  = E2M1(x * enc)
-    value = code * ((f32(scale) * amax) * f32(1/2688))
-
-It departs from it in two places, where that order misbehaves: below amax 7.9e-36 S_enc is clipped and the output
-shrinks, so x and amax are first multiplied by 2^64 (exact); and non-finite input gives NaN, never a finite number.
-MXFP4 follows the OCP MX specification v1.0, with its own scale rule (``floor``) or DeepSeek's (``ceil``).
+For NVFP4 the numbers follow TransformerEngine's reference (2.20). They depart from it in two places, where its order
+misbehaves: below amax 7.9e-36 S_enc is clipped and the output shrinks, so x and amax are first multiplied by 2^64
+(exact); and non-finite input gives NaN, never a finite number.
 
 Both forms of a tensor are computed in its own memory layout, x [I, J]: the row form takes blocks along J; the
 column form, of x.T, along I, and hands back transposed views.
@@ -21,26 +19,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4_kernels.quantized import Quantized
-from nvfp4_kernels.reference import codecs
-from nvfp4_kernels.reference.hadamard import rotate
-from nvfp4_kernels.reference.philox import random16
-from nvfp4_kernels.scheme import Scheme
+from nvfp4_kernels.reference import codecs, scales, select
+from nvfp4_kernels.reference.blocks import (
+    as_operand,
+    beside,
+    blocked,
+    expand,
+    outermost,
+    round_up,
+    tiled,
+    within_outer,
+)  # fmt: skip
+from nvfp4_kernels.reference.decode import LIFT, block_scales, decode, dequantize
+from nvfp4_kernels.reference.hadamard import rotate, step_signs
+from nvfp4_kernels.reference.philox import DRAWS_PER_CALL, random16, random16_rows
+from nvfp4_kernels.reference.scales import FLT_MAX
+from nvfp4_kernels.scheme import PER_STEP, Scheme
 
-FLT_MAX = float.fromhex("0x1.fffffep127")
+__all__ = ["decode", "dequantize", "global_amax", "quantize"]
+
 ENCODE_RANGE = codecs.E4M3_LARGEST * codecs.E2M1_LARGEST  # 2688
 SMALLEST_AMAX = ENCODE_RANGE / FLT_MAX  # below it 2688 / amax overflows
-LARGEST_AMAX = FLT_MAX / codecs.E4M3_LARGEST  # above it scale * amax overflows
-LIFT = 2.0**64
-CEIL_SMALLEST_AMAX = 1e-4  # DeepSeek's floor under a block's amax
 ELEMENTS_AT_ONCE = 131072  # rounded at once on a CPU
 FORMS = ("packed", "decoded", "both")
 
 
-def global_amax(x: Tensor, rows: Scheme | None, columns: Scheme | None) -> tuple[Tensor | None, Tensor | None]:
+def global_amax(
+    x: Tensor, rows: Scheme | None, columns: Scheme | None, seed: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """The float32 0-d amax that each form of ``x`` [I, J] is scaled by; NaN if any element is NaN or Inf.
 
     None for a form that is not asked for or has no global scale. After a Hadamard transform it is the amax of the
-    transformed tensor.
+    transformed tensor; ``seed`` as in ``quantize``, for signs that are drawn.
     """
     _check_input(x)
     plain = None
@@ -49,7 +59,7 @@ def global_amax(x: Tensor, rows: Scheme | None, columns: Scheme | None) -> tuple
         if scheme is None or not scheme.has_global_scale:
             found.append(None)
         elif scheme.hadamard:
-            found.append(_largest(_operand(x, scheme, axis).abs()))
+            found.append(_largest(_operand(x, scheme, axis, seed).abs()))
         else:
             plain = _largest(x.abs()) if plain is None else plain
             found.append(plain)
@@ -68,31 +78,33 @@ def quantize(
     column_stream: int = 1,
     rows_form: str = "packed",
     columns_form: str = "packed",
+    origin: tuple[int, int, int] | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantize ``x`` (``rows``) and ``x.T`` (``columns``); None where no scheme is given.
 
     ``x``: float32, bfloat16 or float16 [I, J], any strides. ``amax_*``: float32 0-d, found here if None.
-    ``seed``: int64 0-d on x's device, needed iff a scheme is stochastic. ``*_form``: "packed" (codes and scales),
+    ``seed``: int64 0-d on x's device, needed iff a scheme is ``random``. ``*_form``: "packed" (codes and scales),
     "decoded" (operand) or "both". ValueError for another dtype, rank or form, or a missing seed.
 
     Element (i, j) of x draws 16-bit number i * J + j of its stream in either form, so nothing that is appended below
-    changes a draw, and two forms with one stream share their draws.
+    changes a draw, and two forms with one stream share their draws. ``origin`` (row, column, width): x is the part of a
+    tensor ``width`` wide that begins at (row, column), and draws the numbers it would draw there:
+    (i + row) * width + (j + column).
     """
     _check_input(x)
     for scheme, form in ((rows, rows_form), (columns, columns_form)):
         if form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, not {form!r}")
-        if scheme is not None and scheme.stochastic and seed is None:
+        if scheme is not None and scheme.random and seed is None:
             raise ValueError("stochastic rounding needs a seed: an int64 0-d tensor on the device of x")
     height, width = x.shape
-    # Padding along either axis may need draws beyond the tensor's own: row padding of all rows, then the last row's.
-    groups = [scheme.group for scheme in (rows, columns) if scheme is not None] or [1]
-    count = _round_up(height, max(groups)) * width + max(groups)
+    # Padding along either axis takes the numbers that follow in its row or column, past the tensor's own.
+    padded = [round_up(size, s.group if s else 1) for size, s in ((height, columns), (width, rows))]
     streams: dict[int, Tensor] = {}
 
     def draws(stream: int) -> Tensor:
         if stream not in streams:
-            streams[stream] = random16(seed, stream, count)
+            streams[stream] = _draws(seed, stream, padded, width, origin)
         return streams[stream]
 
     results = []
@@ -104,177 +116,149 @@ def quantize(
             results.append(None)
             continue
         random = draws(stream) if scheme.stochastic else None
-        results.append(_quantize_along(x, scheme, axis, amax, random, form))
+        results.append(_quantize_along(x, scheme, axis, amax, random, form, seed))
     return results[0], results[1]
 
 
-def decode(codes: Tensor, scales: Tensor, scheme: Scheme, columns: int) -> Tensor:
-    """The operand a GEMM multiplies: bfloat16 [R, columns], without the global scale; exact (6 significant bits)."""
-    values = codecs.unpack(codes)
-    scale = _expand(_decode_scales(scales, scheme), scheme, codes.shape[0])
-    axis = 1 if values.is_contiguous() else 0
-    values = values if axis else values.t()
-    blocked = _blocked(values, scheme.block[1], axis).mul_(_beside(scale, axis).to(torch.bfloat16))
-    return _as_operand(blocked.view(values.shape), axis, columns)
-
-
-def dequantize(
-    codes: Tensor, scales: Tensor, amax: Tensor | None, scheme: Scheme, columns: int, dtype: torch.dtype
-) -> Tensor:
-    """The quantized tensor's values, ``dtype`` [R, columns] (of the transformed tensor after a Hadamard transform).
-
-    ``amax``: float32 0-d, None for a scheme without a global scale. At the ends of the float32 range amax is moved by
-    a power of two and back, so that no step of the chain over- or underflows.
-    """
-    values = codecs.unpack(codes).to(torch.float32)
-    scale = _decode_scales(scales, scheme)
-    lift = None
-    if scheme.has_global_scale:
-        one = torch.ones_like(amax)
-        lift = torch.where(amax > LARGEST_AMAX, one / LIFT, torch.where(amax < SMALLEST_AMAX, one * LIFT, one))
-        scale = (scale * (amax * lift)) * (1 / ENCODE_RANGE)
-    scale = _expand(scale, scheme, codes.shape[0])
-    axis = 1 if values.is_contiguous() else 0
-    values = values if axis else values.t()
-    _blocked(values, scheme.block[1], axis).mul_(_beside(scale, axis))
-    if lift is not None:
-        values.mul_(lift.reciprocal())
-    return _as_operand(values, axis, columns).to(dtype)
-
-
 def _quantize_along(
-    x: Tensor, scheme: Scheme, axis: int, amax: Tensor | None, random: Tensor | None, form: str
+    x: Tensor, scheme: Scheme, axis: int, amax: Tensor | None, random: Tensor | None, form: str, seed: Tensor | None
 ) -> Quantized:
     """One form of x [I, J]: blocks along ``axis``, the result indexed with the other axis first."""
-    height, width = x.shape
-    operand = _operand(x, scheme, axis)
-    blocked = _blocked(operand, scheme.block[1], axis)
-    block_amax = blocked.abs().amax(dim=2 if axis else 1)  # [R, blocks] or [blocks, R]
-    block_amax = _tile_amax(block_amax if axis else block_amax.t(), scheme)
-    if scheme.has_global_scale:
+    operand = _operand(x, scheme, axis, seed)
+    rows = x.shape[1 - axis]
+    columns = operand.shape[axis] if scheme.hadamard else x.shape[axis]
+    scheme_, scheme = scheme, scheme.on(rows, operand.shape[axis])
+    block = scheme.block[1]
+    apart = blocked(operand, block, axis)
+    block_amax = apart.abs().amax(dim=2 if axis else 1)  # [R, blocks] or [blocks, R]
+    block_amax = tiled(block_amax if axis else block_amax.t(), scheme)
+    outer = None
+    if scheme_.has_global_scale:
         amax = _largest(block_amax) if amax is None else amax
-        lift = _lift(amax)
-        if lift is not None:
-            blocked, block_amax = blocked * lift, block_amax * lift
-        scales, encode = _nvfp4_scales(block_amax, amax if lift is None else amax * lift)
     else:
         amax = None
-        scales, encode = _mx_scales(block_amax, scheme.rule)
+    if scheme.outer is not None:
+        outer = outermost(block_amax, scheme)
+        outer = torch.where(outer.isinf(), torch.nan, outer)
+    level = amax if outer is None else within_outer(outer, scheme)
+    if scheme.clip:
+        block_amax = scales.spread(apart, axis, scheme.clip)
 
-    rows = width if axis == 0 else height
-    if random is not None:  # number i * J + j for element (i, j), in the shape of the blocks
-        block = scheme.block[1]
-        random = random.as_strided(blocked.shape, (width, block, 1) if axis else (block * width, width, 1))
-    y = _round(blocked, _beside(_expand(encode, scheme, rows), axis), random, scheme.rounding)
+    lift = _lift(level, scheme) if scheme.rule == "nvfp4" else None
+    if lift is not None:
+        apart = apart * (lift if lift.dim() == 0 else beside(lift, axis))
+        block_amax, level = block_amax * lift, level * lift
+    if scheme_.tensor_scale_only:
+        block_amax = amax.expand(1, 1)
+    stored, encode = _block_scales(apart, block_amax, level, scheme, axis)
+
+    if random is not None:  # the numbers in the shape of the blocks
+        step = random.stride(0)
+        random = random.as_strided(
+            apart.shape, (step, block, 1) if axis else (block * step, step, 1), random.storage_offset()
+        )
+    y, mask = _round(apart, beside(expand(encode, scheme, rows), axis), random, scheme)
+    if scheme.rounding == "stochastic_scale":
+        scaled = apart * beside(encode, axis)
+        stored = select.corrected_scales(scaled, y, stored, random, scheme, axis)
 
     codes = decoded = None
     if form != "decoded":
-        codes = codecs.e2m1_encode(y)
-        finite = _expand(~encode.isnan(), scheme, rows)  # no code means NaN: the scale says it
-        codes = codecs.pack(codes.mul_(_beside(finite, axis)).view(operand.shape), axis)
+        codes = codecs.encode(y, scheme.number)
+        finite = expand(~encode.isnan(), scheme, rows)  # no code means NaN: the scale says it
+        codes = codes.mul_(beside(finite, axis)).view(operand.shape)
+        codes = codecs.pack(codes, axis) if scheme.number.packed else codes
         codes = codes if axis else codes.t()
     if form != "packed":
-        y.mul_(_beside(_expand(_decode_scales(scales, scheme), scheme, rows), axis))
-        columns = operand.shape[axis] if scheme.hadamard else x.shape[axis]
-        decoded = _as_operand(y.view(operand.shape).to(torch.bfloat16), axis, columns)
-    return Quantized(codes, scales if form != "decoded" else None, decoded, amax)
+        decoded = _decoded(y, stored, outer, scheme_, scheme, axis).view(operand.shape)
+        decoded = as_operand(decoded, axis, columns)
+    if mask is not None:
+        mask = codecs.pack_bits(mask.view(operand.shape), axis)
+        mask = mask if axis else mask.t()
+    return Quantized(codes, stored if form != "decoded" else None, decoded, amax, outer, mask)
 
 
-def _round(blocked: Tensor, encode: Tensor, random: Tensor | None, rounding: str) -> Tensor:
-    """``blocked * encode`` on the E2M1 grid, a new float32 tensor; on a CPU piece by piece, to stay in its cache."""
-    y = torch.empty_like(blocked)
+def _block_scales(
+    apart: Tensor, block_amax: Tensor, level: Tensor | None, scheme: Scheme, axis: int
+) -> tuple[Tensor, Tensor]:
+    """(what is stored, the factors that x is multiplied by - or divided by, for float32 scales), [tiles, blocks]."""
+    if scheme.scale == "e8m0":
+        return scales.power_of_two(block_amax, scheme)
+    if scheme.rule != "nvfp4":
+        return scales.one_level(block_amax, scheme)
+    s_enc = scales.encode_scale(level, scheme)
+    if scheme.select:
+        return select.four_over_six(apart, block_amax, level, s_enc, scheme, axis)
+    return scales.two_level(block_amax, s_enc, scheme)
+
+
+def _decoded(y: Tensor, stored: Tensor, outer: Tensor | None, given: Scheme, scheme: Scheme, axis: int) -> Tensor:
+    """The operand from the grid ``y``, in place where it can be; the same numbers as ``decode`` gives."""
+    if given.tensor_scale_only:
+        return y.to(torch.bfloat16)
+    rows = y.shape[0] if axis else y.shape[2]
+    scale, lift = block_scales(stored, scheme, outer)
+    y.mul_(beside(expand(scale, scheme, rows), axis))
+    if lift is not None:
+        y.mul_(beside(within_outer(lift.reciprocal(), scheme), axis))
+    return y.to(torch.bfloat16) if given.exact_in_bf16 else y
+
+
+def _round(apart: Tensor, encode: Tensor, random: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """(``apart * encode`` on the element's grid, a new float32 tensor; which elements do not saturate, if asked).
+
+    On a CPU piece by piece, to stay in its cache.
+    """
+    y = torch.empty_like(apart)
+    mask = torch.empty_like(apart, dtype=torch.bool) if scheme.masked else None
     if y.numel() == 0:
-        return y
+        return y, mask
+    scaling = torch.div if scheme.scale == "float32" else torch.mul
+    element, rounding = scheme.number, scheme.rounding
     at_once = ELEMENTS_AT_ONCE if y.device.type == "cpu" else y.numel()
     step = max(1, at_once // y[0].numel())
     for start in range(0, len(y), step):
         part = slice(start, start + step)
-        piece = torch.mul(blocked[part], encode[part], out=y[part])
-        if rounding == "nearest":
-            codecs.e2m1_nearest_(piece)
+        piece = scaling(apart[part], encode[part], out=y[part])
+        if mask is not None:
+            torch.le(piece.abs(), element.largest, out=mask[part])
+        if rounding in ("nearest", "stochastic_scale"):
+            codecs.nearest_(piece, element)
         else:
-            codecs.e2m1_stochastic_(piece, random[part], 8 if rounding == "stochastic8" else 16)
-    return y
+            codecs.stochastic_(piece, random[part], element, 8 if rounding == "stochastic8" else 16)
+    return y, mask
 
 
-def _nvfp4_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(uint8 E4M3 bytes, float32 encode factors), both of the shape of ``block_amax``. NaN stays NaN."""
-    one = torch.ones_like(amax)
-    s_enc = torch.div(one * ENCODE_RANGE, amax).clamp(max=FLT_MAX)  # a true division: `2688 / amax` rounds twice
-    s_enc = torch.where(amax == 0, one, s_enc)
-    s_enc = torch.where(amax.isinf(), torch.nan, s_enc)  # the reference takes 1 here, which would hide the Inf
-    scale = (block_amax * (s_enc * (1 / codecs.E2M1_LARGEST))).clamp_(max=FLT_MAX)
-    scale = scale.masked_fill_(block_amax.isinf(), torch.nan)
-    byte = codecs.e4m3_encode(scale)
-    encode = (codecs.e4m3_decode(byte) * s_enc.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
-    return byte, encode
+def _draws(seed: Tensor, stream: int, padded: list[int], width: int, origin: tuple[int, int, int] | None) -> Tensor:
+    """uint16 ``padded`` (rows, columns): the numbers of x's elements, ``width`` a row, and of those that padding
+    adds."""
+    row, column, whole = origin or (0, 0, width)
+    first = row * whole + column
+    if whole != width:
+        return random16_rows(seed, stream, *padded, first, whole)
+    rows, columns = padded
+    return random16(seed, stream, rows * width + columns, first).as_strided(padded, (width, 1), first % DRAWS_PER_CALL)
 
 
-def _mx_scales(block_amax: Tensor, rule: str) -> tuple[Tensor, Tensor]:
-    """(uint8 E8M0 bytes, float32 encode factors 2^-e), both of the shape of ``block_amax``. Exponents only, no log2."""
-    finite = block_amax.isfinite()
-    if rule == "floor":
-        _, exponent = torch.frexp(block_amax.where(finite, 0.0))  # amax = m * 2^exponent, 0.5 <= m < 1
-        exponent = torch.where(block_amax == 0, -127, exponent - 3)
-    else:
-        assert rule == "ceil", rule
-        mantissa, exponent = torch.frexp(block_amax.where(finite, 0.0).clamp_(min=CEIL_SMALLEST_AMAX))
-        exponent = exponent - 3 + (mantissa > 0.75)  # the least e with 6 * 2^e >= amax, as 6 = 0.75 * 2^3
-    exponent = exponent.clamp(-127, 127)
-    byte = torch.where(finite, exponent + 127, 255).to(torch.uint8)
-    return byte, codecs.power_of_two(-exponent).masked_fill_(~finite, torch.nan)
-
-
-def _lift(amax: Tensor) -> Tensor | None:
+def _lift(amax: Tensor, scheme: Scheme) -> Tensor | None:
     """2^64 for an amax so small that its encode scale overflows, else 1 - or None where that is known on the host."""
-    tiny = (amax > 0) & (amax < SMALLEST_AMAX)
-    if amax.device.type == "cpu" and not tiny.item():
+    tiny = (amax > 0) & (amax < scheme.top * scheme.range / FLT_MAX)
+    if amax.device.type == "cpu" and not tiny.any().item():
         return None  # saves a pass; on a GPU the pass is cheaper than the host's wait
     return torch.where(tiny, LIFT, 1.0).to(torch.float32)
 
 
-def _operand(x: Tensor, scheme: Scheme, axis: int) -> Tensor:
+def _operand(x: Tensor, scheme: Scheme, axis: int, seed: Tensor | None) -> Tensor:
     """x as float32, contiguous, padded with zeros along ``axis`` to the scheme's group and rotated if it says so."""
     x = x.to(torch.float32)
     missing = -x.shape[axis] % scheme.group
     if missing:
         x = F.pad(x, (0, missing) if axis else (0, 0, 0, missing))
     x = x.contiguous()
-    return rotate(x, scheme.hadamard, scheme.sign_mask, axis).to(torch.float32) if scheme.hadamard else x
-
-
-def _blocked(x: Tensor, block: int, axis: int) -> Tensor:
-    """A view with the blocks along ``axis`` apart: [I, J // block, block] or [I // block, block, J]."""
-    height, width = x.shape
-    return x.view(height, width // block, block) if axis else x.view(height // block, block, width)
-
-
-def _beside(scale: Tensor, axis: int) -> Tensor:
-    """Scales [R, blocks] shaped to broadcast against ``_blocked``."""
-    return scale.unsqueeze(2) if axis else scale.t().unsqueeze(1)
-
-
-def _tile_amax(block_amax: Tensor, scheme: Scheme) -> Tensor:
-    """[R, blocks] -> [ceil(R / rows of a block), blocks]."""
-    tile = scheme.block[0]
-    if tile == 1:
-        return block_amax
-    rows, blocks = block_amax.shape
-    padded = F.pad(block_amax, (0, 0, 0, -rows % tile))
-    return padded.reshape(padded.shape[0] // tile, tile, blocks).amax(dim=1)
-
-
-def _expand(scale: Tensor, scheme: Scheme, rows: int) -> Tensor:
-    """The inverse shape change: a tile's value on each of its rows, [rows, blocks]."""
-    return scale if scheme.block[0] == 1 else scale.repeat_interleave(scheme.block[0], dim=0)[:rows]
-
-
-def _decode_scales(scales: Tensor, scheme: Scheme) -> Tensor:
-    return codecs.e4m3_decode(scales) if scheme.scale == "e4m3" else codecs.e8m0_decode(scales)
-
-
-def _as_operand(values: Tensor, axis: int, columns: int) -> Tensor:
-    return values[:, :columns] if axis else values[:columns].t()
+    if not scheme.hadamard:
+        return x
+    signs = step_signs(seed, scheme.hadamard) if scheme.sign_mask == PER_STEP else scheme.sign_mask
+    return rotate(x, scheme.hadamard, signs, axis).to(torch.float32)
 
 
 def _largest(magnitudes: Tensor) -> Tensor:
@@ -283,10 +267,6 @@ def _largest(magnitudes: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=magnitudes.device)
     largest = magnitudes.amax().to(torch.float32)
     return torch.where(largest.isinf(), torch.nan, largest)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return (number + multiple - 1) // multiple * multiple
 
 
 def _check_input(x: Tensor) -> None:

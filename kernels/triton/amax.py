@@ -5,14 +5,18 @@ and NaN, being the largest, survives. The transform's factor and its rounding to
 to the largest value alone.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
-from nvfp4_kernels.scheme import Scheme
-from nvfp4_kernels.triton import codecs, tiles
+from nvfp4_kernels.quantized import amax_place
+from nvfp4_kernels.scheme import PER_STEP, Scheme
+from nvfp4_kernels.triton import codecs, general, tiles
 from nvfp4_kernels.triton.hadamard import butterflies
+from nvfp4_kernels.triton.launch import Work, launch
 
 
 @triton.jit
@@ -63,39 +67,69 @@ def amax_kernel(
         _publish(out + 2, by_columns, COLUMN_FACTOR, True)
 
 
-def global_amax(x: Tensor, rows: Scheme | None, columns: Scheme | None) -> tuple[Tensor | None, Tensor | None]:
+def global_amax(
+    x: Tensor, rows: Scheme | None, columns: Scheme | None, seed: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """The float32 0-d amax that each form of ``x`` [I, J] is scaled by; NaN if any element is NaN or Inf.
 
     None for a form that is not asked for or has no global scale. After a Hadamard transform it is the amax of the
-    transformed tensor. Nothing waits for the GPU. ValueError for another dtype or rank.
+    transformed tensor; ``seed`` as in ``quantize``, for signs that are drawn. Nothing waits for the GPU. ValueError for
+    another dtype or rank.
     """
-    x = readable(x)
     rows, columns = (s if s is not None and s.has_global_scale else None for s in (rows, columns))
     if rows is None and columns is None:
+        readable(x)
         return None, None
+    found = amax_vector(x, rows, columns, seed)
+    return (
+        None if rows is None else found[amax_place(rows, False)],
+        None if columns is None else found[amax_place(columns, True)],
+    )
+
+
+def amax_vector(
+    x: Tensor, rows: Scheme | None, columns: Scheme | None, seed: Tensor | None = None
+) -> Tensor:
+    """float32 [3]: the amax of ``x`` as it is, rotated along its rows, rotated along its columns, from one read.
+
+    0 where neither form asks for it. Both schemes, where given, have a global scale.
+    """
+    x = readable(x)
     height, width = x.shape
     out = torch.zeros(3, dtype=torch.int32, device=x.device)
-    row_n, column_n = (s.hadamard if s is not None else 0 for s in (rows, columns))
-    plain = any(s is not None and not s.hadamard for s in (rows, columns))
     if x.numel():
-        kind = "amax_rotated" if row_n or column_n else "amax"
-        tile = tiles.fit(kind, height, width, column_n)
-        tiles_j, tiles_i = -(-width // tile.columns), -(-height // tile.rows)
-        strips = min(tiles_i, max(1, tiles.AMAX_PROGRAMS[kind] // tiles_j))
-        with on_device(x):
-            amax_kernel[(strips * tiles_j,)](
-                as_bits(x), out, height, width, x.stride(0), strips,
-                BF16_BITS=x.dtype == torch.bfloat16, BI=tile.rows, BJ=tile.columns,
-                EVEN=height % tile.rows == 0 and width % tile.columns == 0, PLAIN=plain,
-                ROW_N=row_n, ROW_MASK=rows.sign_mask if row_n else 0, ROW_FACTOR=factor(row_n),
-                COLUMN_N=column_n, COLUMN_MASK=columns.sign_mask if column_n else 0, COLUMN_FACTOR=factor(column_n),
-                num_warps=tile.warps, enable_fp_fusion=False,
-            )  # fmt: skip
-    found = out.view(torch.float32)
-    return (
-        None if rows is None else found[1 if row_n else 0],
-        None if columns is None else found[2 if column_n else 0],
-    )
+        for scheme, along_columns in ((rows, False), (columns, True)):
+            if scheme is not None and not _here(scheme):
+                general.amax_of(x, scheme, along_columns, seed, out[amax_place(scheme, along_columns)])
+        rows, columns = (s if s is not None and _here(s) else None for s in (rows, columns))
+    if x.numel() and (rows is not None or columns is not None):
+        key = (height, width, x.dtype, rows, columns)
+        work, strips = _work(*key)
+        launch(amax_kernel, work, key, (as_bits(x), out, height, width, x.stride(0), strips))
+    return out.view(torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def _work(
+    height: int, width: int, dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None
+) -> tuple[Work, int]:
+    row_n, column_n = (s.hadamard if s is not None else 0 for s in (rows, columns))
+    kind = "amax_rotated" if row_n or column_n else "amax"
+    tile = tiles.fit(kind, height, width, column_n)
+    tiles_j, tiles_i = -(-width // tile.columns), -(-height // tile.rows)
+    strips = min(tiles_i, max(1, tiles.AMAX_PROGRAMS[kind] // tiles_j))
+    constants = dict(
+        BF16_BITS=dtype == torch.bfloat16, EVEN=height % tile.rows == 0 and width % tile.columns == 0,
+        BI=tile.rows, BJ=tile.columns, PLAIN=any(s is not None and not s.hadamard for s in (rows, columns)),
+        ROW_N=row_n, ROW_MASK=rows.sign_mask if row_n else 0, ROW_FACTOR=factor(row_n),
+        COLUMN_N=column_n, COLUMN_MASK=columns.sign_mask if column_n else 0, COLUMN_FACTOR=factor(column_n),
+    )  # fmt: skip
+    return Work(strips * tiles_j, constants, tile.warps), strips
+
+
+def _here(scheme: Scheme) -> bool:
+    """Whether this kernel has the rotation; the general one has the others."""
+    return scheme.hadamard in (0, 16) and scheme.sign_mask != PER_STEP
 
 
 def readable(x: Tensor) -> Tensor:
@@ -116,11 +150,6 @@ def require_device(x: Tensor) -> None:
 def as_bits(x: Tensor) -> Tensor:
     """bfloat16 travels as int16: Triton's interpreter cannot convert it."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
-def on_device(x: Tensor):
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device if x.is_cuda else -1)
 
 
 def factor(n: int) -> float:

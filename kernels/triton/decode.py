@@ -1,13 +1,16 @@
 """Decode packed codes to the BF16 operand of a GEMM, in the layout they have: rows packed along memory, or columns."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
 from nvfp4_kernels.scheme import Scheme
-from nvfp4_kernels.triton import codecs, tiles
-from nvfp4_kernels.triton.amax import on_device, require_device
+from nvfp4_kernels.triton import codecs, general, tiles
+from nvfp4_kernels.triton.amax import require_device
+from nvfp4_kernels.triton.launch import Work, launch
 
 
 @triton.jit
@@ -51,12 +54,15 @@ def decode_kernel(
         tl.store(pointers, bits, mask=(i < height)[:, None] & (j < width)[None, :])
 
 
-def decode(codes: Tensor, scales: Tensor, scheme: Scheme, columns: int) -> Tensor:
-    """bfloat16 [R, columns] of uint8 ``codes`` [R, Cpad / 2], without the global scale; exact.
+def decode(codes: Tensor, scales: Tensor, scheme: Scheme, columns: int, outer: Tensor | None = None) -> Tensor:
+    """The operand [R, columns] of uint8 ``codes`` [R, Cpad / 2], without the global scale: bfloat16 and exact, or
+    float32 where that would not be (``scheme.exact_in_bf16``). ``outer``: float32, the amax of each outer block.
 
     Codes that are a transposed view (the column form) give a transposed view. ``columns``: at most Cpad.
     """
     require_device(codes)
+    if scheme.element != "e2m1" or scheme.scale == "float32" or scheme.outer or not (scheme.block[0] and scheme.block[1]):
+        return general.decode(codes, scales, scheme, columns, outer)
     along_rows = codes.stride(1) == 1 or codes.stride(0) != 1
     codes = (codes if along_rows else codes.T).contiguous()
     scales = scales if along_rows else scales.T
@@ -64,12 +70,18 @@ def decode(codes: Tensor, scales: Tensor, scheme: Scheme, columns: int) -> Tenso
     height, width = (codes.shape[0], columns) if along_rows else (columns, codes.shape[1])
     out = torch.empty(height, width, dtype=torch.bfloat16, device=codes.device)
     if out.numel():
-        tile = tiles.fit("decode", height, width, block[0])
-        even = height % tile.rows == 0 and width % tile.columns == 0
-        with on_device(codes):
-            decode_kernel[(-(-height // tile.rows) * -(-width // tile.columns),)](
-                codes, scales, out.view(torch.int16), height, width, *codes.shape, *scales.stride(),
-                ALONG_ROWS=along_rows, E4M3=scheme.scale == "e4m3", BR=block[0], BC=block[1],
-                EVEN=even, BI=tile.rows, BJ=tile.columns, num_warps=tile.warps, enable_fp_fusion=False,
-            )  # fmt: skip
+        key = (height, width, along_rows, scheme.scale == "e4m3", block)
+        arguments = (codes, scales, out.view(torch.int16), height, width, *codes.shape, *scales.stride())
+        launch(decode_kernel, _work(*key), key, arguments)
     return out if along_rows else out.T
+
+
+@lru_cache(maxsize=4096)
+def _work(height: int, width: int, along_rows: bool, e4m3: bool, block: tuple[int, int]) -> Work:
+    tile = tiles.fit("decode", height, width, block[0])
+    constants = dict(
+        ALONG_ROWS=along_rows, E4M3=e4m3, BR=block[0], BC=block[1],
+        EVEN=height % tile.rows == 0 and width % tile.columns == 0, BI=tile.rows, BJ=tile.columns,
+    )  # fmt: skip
+    programs = -(-height // tile.rows) * -(-width // tile.columns)
+    return Work(programs, constants, tile.warps)

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from nvfp4_kernels.triton import codecs, scales
+from nvfp4_kernels.triton import codecs, codecs_sm100, scales
 from nvfp4_kernels.triton.hadamard import rotate
 from nvfp4_kernels.triton.philox import inverted_draws
 
@@ -12,7 +12,7 @@ def _form(
     x, up16, s_enc_6, s_dec, lift, codes_ptr, scales_ptr, operand_ptr, i0, j0, height, width, padded_i, padded_j,
     EVEN: tl.constexpr, VECTOR: tl.constexpr, ALONG_ROWS: tl.constexpr,
     RULE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, ROUNDING: tl.constexpr,
-    N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ORDINARY: tl.constexpr,
+    N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ORDINARY: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """One form of the tile ``x`` float32 [BI, BJ] at (i0 int64, j0), in blocks of BR x BC of x; stored where asked."""
     BI: tl.constexpr = x.shape[0]
@@ -42,13 +42,18 @@ def _form(
         _store(operand_ptr, value, i0, j0, padded_i if N > 0 else height, padded_j if N > 0 else width, VECTOR, EVEN)
     if codes_ptr is not None:
         keep = tl.where(scale == scale, 0xFF, 0).to(tl.uint8)[:, None, :, None]  # no code means NaN, the scale does
-        if ROUNDING > 0:
+        if ROUNDING == 2 and CONVERT == 2:  # by the instruction for it
+            low, high = _pairs(y, ALONG_ROWS)
+            low_up16, high_up16 = _pairs(up16, ALONG_ROWS)
+            keep = tl.broadcast_to(keep, low.shape)
+            pair = codecs_sm100.stochastic_codes(low, high, low_up16, high_up16, keep, True, CONVERT)
+        elif ROUNDING > 0:
             code = codecs.e2m1_code(codecs.e2m1_stochastic(y, up16, ROUNDING == 2))
             low, high = _pairs(code, ALONG_ROWS)
             pair = (low | (high << 4)).to(tl.uint8) & keep
         else:
             low, high = _pairs(y, ALONG_ROWS)
-            pair = codecs.nearest_codes(low, high, tl.broadcast_to(keep, low.shape))
+            pair = codecs_sm100.nearest_codes(low, high, tl.broadcast_to(keep, low.shape), CONVERT)
         if ALONG_ROWS:
             pair = tl.reshape(pair, (BI, BJ // 2))
             _store(codes_ptr, pair, i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN)
@@ -74,18 +79,17 @@ def _pairs(x, ALONG_ROWS: tl.constexpr):
 
 @triton.jit
 def _load(
-    pointer, stride, i0, j0, height, width, BI: tl.constexpr, BJ: tl.constexpr, BF16_BITS: tl.constexpr,
-    VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    pointer, stride, i0, j0, height, width,
+    BI: tl.constexpr, BJ: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The tile at (i0, j0) as float32, zeros outside; a thread holds VECTOR neighbours of a row."""
+    """The tile at (i0, j0) as it is stored, zeros outside; a thread holds VECTOR neighbours of a row."""
     i = i0 + tl.arange(0, BI)
     j = tl.max_contiguous(j0 + tl.arange(0, BJ), VECTOR)
     pointers = pointer + i[:, None] * stride + j[None, :]
     if EVEN:
-        x = tl.load(pointers)
+        return tl.load(pointers)
     else:
-        x = tl.load(pointers, mask=(i < height)[:, None] & (j < width)[None, :], other=0)
-    return codecs.to_float32(x, BF16_BITS)
+        return tl.load(pointers, mask=(i < height)[:, None] & (j < width)[None, :], other=0)
 
 
 @triton.jit
@@ -103,7 +107,7 @@ def _store(pointer, tile, i0, j0, height, width, VECTOR: tl.constexpr, EVEN: tl.
 
 @triton.jit
 def _tile(
-    x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+    raw, i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
     row_s_enc_6, row_s_dec, row_lift, row_codes, row_scales, row_operand,
     column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
     BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
@@ -112,43 +116,47 @@ def _tile(
     ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
     COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    ORDINARY: tl.constexpr,
+    CONVERT: tl.constexpr, ORDINARY: tl.constexpr,
 ):  # fmt: skip
-    """The tile of this program, in all the forms that are asked for."""
-    tiles_j = tl.cdiv(width, BJ)
-    i0 = (tl.program_id(0) // tiles_j).to(tl.int64) * BI
-    j0 = (tl.program_id(0) % tiles_j) * BJ
+    """The tile of this program, in all the forms that are asked for; ``raw`` is what was loaded for the first."""
     up16 = 0
     if ROWS:
         if ROW_ROUNDING > 0:
-            up16 = inverted_draws(tl.load(seed_ptr), row_stream, i0, j0, width, BI, BJ, BY_EIGHTS)
+            up16 = inverted_draws(
+                tl.load(seed_ptr), row_stream, i0 + draw_i, j0 + draw_j, draw_width, BI, BJ, BY_EIGHTS
+            )
+            # not earlier: held beside the draws it would take more registers than its early arrival is worth
+            raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, ROW_VECTOR, EVEN)
         GROUP: tl.constexpr = ROW_N if ROW_N > ROW_BC else ROW_BC
-        x = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, BF16_BITS, ROW_VECTOR, EVEN)
         _form(
-            x, up16, row_s_enc_6, row_s_dec, row_lift, row_codes, row_scales, row_operand,
-            i0, j0, height, width,
+            codecs.to_float32(raw, BF16_BITS), up16, row_s_enc_6, row_s_dec, row_lift,
+            row_codes, row_scales, row_operand, i0, j0, height, width,
             height if EVEN else tl.cdiv(height, ROW_BR) * ROW_BR, width if EVEN else tl.cdiv(width, GROUP) * GROUP,
             EVEN, ROW_VECTOR, True, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR, ORDINARY,
+            CONVERT,
         )  # fmt: skip
     if COLUMNS:
         if COLUMN_ROUNDING > 0:
             if not ONE_DRAW:
-                up16 = inverted_draws(tl.load(seed_ptr), column_stream, i0, j0, width, BI, BJ, BY_EIGHTS)
+                up16 = inverted_draws(
+                    tl.load(seed_ptr), column_stream, i0 + draw_i, j0 + draw_j, draw_width, BI, BJ, BY_EIGHTS
+                )
         GROUP_I: tl.constexpr = COLUMN_N if COLUMN_N > COLUMN_BR else COLUMN_BR
-        # Loaded anew where there was a row form (from the cache): to keep the tile takes more registers than there are.
-        x = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, BF16_BITS, COLUMN_VECTOR, EVEN)
+        if ROWS:  # loaded anew (from the cache): to keep the tile takes more registers than there are
+            raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, COLUMN_VECTOR, EVEN)
         _form(
-            x, up16, column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
+            codecs.to_float32(raw, BF16_BITS), up16, column_s_enc_6, column_s_dec, column_lift,
+            column_codes, column_scales, column_operand,
             i0, j0, height, width, height if EVEN else tl.cdiv(height, GROUP_I) * GROUP_I,
             width if EVEN else tl.cdiv(width, COLUMN_BC) * COLUMN_BC,
             EVEN, COLUMN_VECTOR, False, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK,
-            COLUMN_FACTOR, ORDINARY,
+            COLUMN_FACTOR, ORDINARY, CONVERT,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row_stream", "column_stream"])
+@triton.jit(do_not_specialize=["row_stream", "column_stream", "draw_i", "draw_j", "draw_width"])
 def quantize_kernel(
-    x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+    x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
     row_amax, row_codes, row_scales, row_operand,
     column_amax, column_codes, column_scales, column_operand,
     BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
@@ -157,8 +165,21 @@ def quantize_kernel(
     ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
     COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+    CONVERT: tl.constexpr = 0,
 ):  # fmt: skip
-    """Blocks are given as BR rows by BC columns of x, for the column form too. An output that is None is not made."""
+    """Blocks are given as BR rows by BC columns of x, for the column form too. An output that is None is not made.
+
+    Draws count the element (i + draw_i, j + draw_j) of a tensor draw_width wide, of which x may be a part.
+    CONVERT: which conversion instructions there are (codecs_sm100.py).
+    """
+    # From the end: the amax pass went from the beginning, and the cache still holds what it read last.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles_j = tl.cdiv(width, BJ)
+    i0 = (program // tiles_j).to(tl.int64) * BI
+    j0 = (program % tiles_j) * BJ
+    raw = 0
+    if not (ROWS and ROW_ROUNDING > 0):  # on its way while the amax is loaded and two divisions are made of it
+        raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, ROW_VECTOR if ROWS else COLUMN_VECTOR, EVEN)
     row_a = 1.0
     row_b = 1.0
     row_lift = 1.0
@@ -175,19 +196,21 @@ def quantize_kernel(
     # Tensors of tiny amax need a few more steps. They are next to never met, so the others do not pay for them.
     if ordinary:
         _tile(
-            x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+            raw, i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
             row_a, row_b, row_lift, row_codes, row_scales, row_operand,
             column_a, column_b, column_lift, column_codes, column_scales, column_operand,
             BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
             ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
-            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, True,
+            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, CONVERT,
+            True,
         )  # fmt: skip
     else:
         _tile(
-            x_ptr, seed_ptr, height, width, stride, row_stream, column_stream,
+            raw, i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
             row_a, row_b, row_lift, row_codes, row_scales, row_operand,
             column_a, column_b, column_lift, column_codes, column_scales, column_operand,
             BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
             ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
-            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, False,
+            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, CONVERT,
+            False,
         )  # fmt: skip

@@ -21,6 +21,7 @@ TABLE = {  # kind of work -> tile for a large tensor
     "columns": Tile(16, 128, 1, vector=4),
     "columns_stochastic": Tile(16, 256, 2, vector=4),
     "columns_packed": Tile(16, 512, 2),
+    "both_packed_stochastic": Tile(16, 512, 4, vector=4),  # for FP4 tensor cores; compiled, not measured
     "amax": Tile(16, 1024, 4),
     "amax_rotated": Tile(16, 256, 1),
     "decode": Tile(16, 512, 8),

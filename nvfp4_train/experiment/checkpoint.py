@@ -2,7 +2,8 @@
 
     checkpoint/step_00000400/
         model.safetensors, config.json   a Hugging Face folder: can be the `model: {checkpoint: ...}` of an experiment
-        state.pt                         optimizer, random states, step, place in metrics.jsonl
+        state.pt                         optimizer, step, place in metrics.jsonl
+        shards/                          of a job on several ranks: weights and optimizer, a file for each rank
         checkpoint.json                  which experiment, arm, seed, recipe and model wrote it
 
 A folder is written under another name, flushed to the disk and then renamed; only then is the one before it deleted.
@@ -21,11 +22,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
-from torch import nn
+from torch import Tensor, nn
 
+from nvfp4_train.experiment.diagnosis import first_bad_weight
+from nvfp4_train.experiment.distributed import World
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
+from nvfp4_train.sharding import is_sharded
 
 PREFIX = "step_"
+SHARDS = "shards"
 
 
 def save(folder: Path, step: int, model: nn.Module, state: dict[str, Any], identity: dict[str, Any]) -> Path:
@@ -36,27 +41,68 @@ def save(folder: Path, step: int, model: nn.Module, state: dict[str, Any], ident
     torch.save(state, buffer)
     files = {
         "model.safetensors": to_safetensors(_untied(model), metadata={"format": "pt"}),
-        "config.json": model.config.to_json_string(use_diff=False).encode(),
-        "state.pt": buffer.getbuffer(),
-        "checkpoint.json": json.dumps({"step": step, **identity}, indent=1).encode(),
-    }
+        **_described(step, model, identity), "state.pt": buffer.getbuffer(),
+    }  # fmt: skip
     with disk_faults(folder):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left_over in folder.glob("writing.*"):
-                shutil.rmtree(left_over)
-            scratch.mkdir()
-            for name, content in files.items():
-                write_durably(scratch / name, content)
-            _flush_folder(scratch)
-            os.rename(scratch, final)
-            _flush_folder(folder)
+            _begin(folder, scratch)
+            _publish(scratch, final, files)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    for old in _all(folder):
+    return final
+
+
+def save_shards(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any],
+    identity: dict[str, Any], world: World, whole: bool,
+) -> Path:  # fmt: skip
+    """As `save`, by all ranks: each writes its shards; with `whole` the first adds model.safetensors. A collective."""
+    from nvfp4_train.experiment import sharded_checkpoint  # imports much that one process has no use for
+
+    final, scratch = folder / f"{PREFIX}{step:08d}", folder / "writing.shards"
+    with world.together():
+        if world.is_first:
+            with disk_faults(folder):
+                _begin(folder, scratch)
+    with world.together():
+        sharded_checkpoint.save(scratch / SHARDS, model, optimizer)
+    weights = _untied(model) if whole else None  # every rank sends its part of each
+    with world.together():
+        if world.is_first:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            files = {**_described(step, model, identity), "state.pt": buffer.getbuffer()}
+            if weights is not None:
+                files["model.safetensors"] = to_safetensors(weights, metadata={"format": "pt"})
+            with disk_faults(folder):
+                _publish(scratch, final, files)
+    return final
+
+
+def _described(step: int, model: nn.Module, identity: dict[str, Any]) -> dict[str, bytes]:
+    return {
+        "config.json": model.config.to_json_string(use_diff=False).encode(),
+        "checkpoint.json": json.dumps({"step": step, **identity}, indent=1).encode(),
+    }
+
+
+def _begin(folder: Path, scratch: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob("writing.*"):
+        shutil.rmtree(left_over)
+    scratch.mkdir()
+
+
+def _publish(scratch: Path, final: Path, files: dict[str, bytes | memoryview]) -> None:
+    """Flushes everything to the disk, gives the folder its name, then deletes the older ones."""
+    for name, content in files.items():
+        write_durably(scratch / name, content)
+    _flush_folder(scratch)
+    os.rename(scratch, final)
+    _flush_folder(final.parent)
+    for old in _all(final.parent):
         if old != final:
             shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def latest(folder: Path) -> Path | None:
@@ -67,9 +113,45 @@ def latest(folder: Path) -> Path | None:
 
 def load(path: Path, model: nn.Module, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Puts the weights into `model` and returns the state; refuses another experiment's file, and NaN weights."""
+    weights, state = _read(path, identity)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if name not in _tied_names(model)]
+    if missing or unexpected:
+        raise ExperimentError(f"the checkpoint {path} belongs to another model: {', '.join(missing + unexpected)}")
+    return state
+
+
+def resume(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any], world: World
+) -> dict[str, Any]:
+    """Fills `model` and `optimizer` from a checkpoint of any number of ranks and returns the state; a collective.
+
+    Refuses what `load` refuses, on every rank.
+    """
+    from nvfp4_train.experiment import sharded_checkpoint
+
+    with world.together():
+        shards = (path / SHARDS).is_dir()
+        weights, state = _read(path, identity, whole=not shards)
+    if shards:
+        with world.together():
+            sharded_checkpoint.load(path / SHARDS, model, optimizer)
+        if weight := world.first(first_bad_weight(model)):
+            raise ExperimentError(f"the checkpoint {path} is damaged: {weight}; delete it")
+    elif world.size == 1:
+        load(path, model, identity, world.device)
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        with world.together():
+            sharded_checkpoint.fill_from_whole(weights, state["optimizer"], model, optimizer)
+    return state
+
+
+def _read(path: Path, identity: dict[str, Any], whole: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(weights, state) of a checkpoint that belongs to `identity`; no weights where the ranks wrote shards."""
     try:
         found = json.loads((path / "checkpoint.json").read_text())
-        weights = load_file(path / "model.safetensors")
+        weights = load_file(path / "model.safetensors") if whole else {}
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # truncated or foreign files fail in as many ways as there are libraries
         raise ExperimentError(
@@ -84,11 +166,7 @@ def load(path: Path, model: nn.Module, identity: dict[str, Any], device: torch.d
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
             raise ExperimentError(f"the checkpoint {path} is damaged: the weight {name} holds NaN or Inf; delete it")
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if name not in _tied_names(model)]
-    if missing or unexpected:
-        raise ExperimentError(f"the checkpoint {path} belongs to another model: {', '.join(missing + unexpected)}")
-    return state
+    return weights, state
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
@@ -123,10 +201,11 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict with each shared tensor once: safetensors refuses the same memory under two names."""
+def _untied(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state_dict with each shared tensor once: safetensors refuses the same memory under two names."""
     tied = _tied_names(model)
-    return {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items() if n not in tied}
+    whole = {n: t.detach() for n, t in model.state_dict().items() if n not in tied}
+    return {n: (t.full_tensor() if is_sharded(t) else t).cpu().contiguous() for n, t in whole.items()}
 
 
 def _tied_names(model: nn.Module) -> set[str]:

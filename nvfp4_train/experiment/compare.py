@@ -6,7 +6,6 @@ A job that fails leaves the others alone. Stopping this process stops them too; 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,16 +18,17 @@ import torch
 from rich.console import Console
 
 from nvfp4_train.experiment.config import Experiment
-from nvfp4_train.experiment.errors import Failure, disk_faults
+from nvfp4_train.experiment.distributed import refuse_indivisible
+from nvfp4_train.experiment.errors import ExperimentError, Failure, disk_faults
+from nvfp4_train.experiment.processes import die_with_parent
 from nvfp4_train.experiment.progress import Display
 from nvfp4_train.experiment.record import choose_device, job_folder, prepare_run
 from nvfp4_train.experiment.tracking import MetricsReader, check_wandb
 from nvfp4_train.experiment.train import failure_of, read_result
+from nvfp4_train.explaining_risks import warnings
 
 POLL_SECONDS = 0.3
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 GRACE_SECONDS = 5.0
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened here: after a fork little is safe to do
 # The control first, because its curve gives the others their gap; the noise floor last, because it is the shortest
 # job: what is left over at the end, when some of the cores are idle already, should be short.
 ROLE_ORDER = ("control", "arm", "noise_floor")
@@ -64,7 +64,12 @@ class JobState:
 
 def compare(experiment: Experiment, out: Path, console: Console) -> list[JobState]:
     """Trains what is missing and returns every job; those that failed say why in `message`."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ExperimentError("compare starts the ranks of its jobs itself: set parallel.ranks and call it without torchrun")
+    refuse_indivisible(experiment, experiment.parallel.ranks)
     check_wandb(experiment)
+    for line in _warnings(experiment):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(f"preparing {out}: text, models, record")
     corpus = prepare_run(experiment, out)
     console.print(
@@ -79,6 +84,15 @@ def compare(experiment: Experiment, out: Path, console: Console) -> list[JobStat
         finally:
             _stop([job for job in jobs if job.process is not None])
     return jobs
+
+
+def _warnings(experiment: Experiment) -> list[str]:
+    """What is known to go wrong with the recipes, a few lines; `explain` tells the rest."""
+    told: dict[str, list[str]] = {}
+    for arm in experiment.all_arms:
+        for line in warnings(arm.recipe):
+            told.setdefault(line, []).append(arm.name)
+    return [f"known risk, {', '.join(dict.fromkeys(arms))}: {line}" for line, arms in told.items()]
 
 
 def _jobs(experiment: Experiment, out: Path) -> list[JobState]:
@@ -103,14 +117,17 @@ def _told(failure: Failure) -> str:
 
 def _slots(experiment: Experiment) -> tuple[int, list[dict[str, str]]]:
     """How many jobs run at a time, and the environment of each slot."""
-    threads = experiment.training.threads
-    if choose_device(experiment.training.device).type == "cuda":
+    threads, ranks = experiment.training.threads, experiment.parallel.ranks
+    if choose_device(experiment.training).type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-        slots = experiment.jobs or len(gpus)
-        return slots, [{"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} for slot in range(slots)]
+        if ranks > len(gpus):
+            raise ExperimentError(f"{experiment.path}: parallel.ranks is {ranks}, and there are {len(gpus)} GPUs here")
+        shares = [",".join(gpus[i : i + ranks]) for i in range(0, len(gpus) - ranks + 1, ranks)]
+        slots = experiment.jobs or len(shares)
+        return slots, [{"CUDA_VISIBLE_DEVICES": shares[slot % len(shares)]} for slot in range(slots)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    slots = experiment.jobs or max(1, cores // threads)
+    slots = experiment.jobs or max(1, cores // (threads * ranks))
     return slots, [{"OMP_NUM_THREADS": str(threads)} for _ in range(slots)]
 
 
@@ -138,8 +155,10 @@ def _run(experiment, out: Path, jobs: list[JobState], slots: int, environments: 
 
 
 def _start(experiment: Experiment, out: Path, job: JobState, environment: dict[str, str]) -> None:
+    ranks = experiment.parallel.ranks
+    several = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     command = [
-        sys.executable, "-m", "nvfp4_train.cli", "train", str(experiment.path),
+        sys.executable, "-m", *several, "nvfp4_train.cli", "train", str(experiment.path),
         "--arm", job.arm, "--seed", str(job.seed), "--out", str(out),
     ]  # fmt: skip
     with disk_faults(out):
@@ -147,14 +166,9 @@ def _start(experiment: Experiment, out: Path, job: JobState, environment: dict[s
         with open(job.folder / "log.txt", "wb") as log:
             job.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **environment}, preexec_fn=_die_with_parent if _LIBC else None,
+                env={**os.environ, **environment}, preexec_fn=die_with_parent,
             )  # fmt: skip
     job.status = "running"
-
-
-def _die_with_parent() -> None:
-    """In the child: even a kill -9 of `compare` must not leave jobs behind that a second `compare` would run into."""
-    _LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _settle(job: JobState, code: int) -> None:
@@ -166,12 +180,16 @@ def _settle(job: JobState, code: int) -> None:
         return
     job.status, job.exit_code = "failed", code if code in (2, 3) else 1
     if result is not None and result["failure"]:
+        job.exit_code = 3  # torchrun has a code of its own for it
         job.message = _told(failure_of(result, job.folder.parents[1]))
         return
     lines = (job.folder / "log.txt").read_text(errors="replace").strip().splitlines()
-    last = lines[-1].removeprefix("error: ") if lines else "no output"
+    if told := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
+        job.exit_code, job.message = 2, told[-1]
+        return
+    last = lines[-1] if lines else "no output"
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    job.message = last if code == 2 else f"{how}: {last} (all of it in {job.folder / 'log.txt'})"
+    job.message = f"{how}: {last} (all of it in {job.folder / 'log.txt'})"
 
 
 def _stop(jobs: list[JobState]) -> None:

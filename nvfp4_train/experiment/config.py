@@ -6,6 +6,8 @@
     training: {steps: 200, batch_size: 8, learning_rate: 2.0e-3, warmup: 0.1, schedule: cosine, ...}
     arms:     [{name: bf16, recipe: bf16, control: true}, {name: nvfp4, recipe: nvidia_nvfp4}]
     seeds, noise_floor, evaluation, checkpoint, equivalence, tracking, jobs
+    audit:    {every: 500}      operands measured and warnings raised along training
+    parallel: {ranks: 1, data: ddp, tensor: 1}      how a job is laid out; its numbers do not depend on it
 
 Weights, gradients' accumulation and optimizer states are float32; the forward runs under BF16 autocast; all arms alike.
 Relative paths are read from the folder of the experiment file.
@@ -24,6 +26,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.sections import (
     ArmSection,
+    AuditSection,
     CheckpointSection,
     Count,
     DataSection,
@@ -32,10 +35,12 @@ from nvfp4_train.experiment.sections import (
     Flag,
     ModelSection,
     Name,
+    ParallelSection,
     Seed,
     TrackingSection,
     TrainingSection,
 )
+from nvfp4_train.integrations import transformer_engine
 from nvfp4_train.recipe import Recipe, load_recipe
 from nvfp4_train.recipe_errors import Fault, RecipeError, Strict, did_you_mean, nearest, read_yaml
 
@@ -43,7 +48,7 @@ NOISE_FLOOR = "noise_floor"
 DATA = "data"  # the folder of the tokens, beside those of the arms
 
 
-FILES = {DATA, "experiment.yaml", "record.json", "report.html"}  # of the run folder; the plots are all .png
+FILES = {DATA, "experiment.yaml", "record.json", "report.html", "audit.json"}  # of the run folder; the plots are all .png
 
 
 def _is_taken(name: str, taken: set[str]) -> bool:
@@ -58,6 +63,24 @@ class Arm(NamedTuple):
     name: str
     recipe: Recipe
     role: str  # control | arm | noise_floor
+    backend: str | None = None  # te, where the recipe is written NAME@te
+
+    @property
+    def recipe_name(self) -> str:
+        return f"{self.recipe.name}@{self.backend}" if self.backend else self.recipe.name
+
+    @property
+    def text(self) -> str:
+        """The recipe as YAML; who does its GEMMs, where it is not this library, stands in a comment."""
+        return self.recipe.to_yaml() + (f"# done by: {self.backend}\n" if self.backend else "")
+
+    def require(self) -> None:
+        """ExperimentError where this machine lacks what does the GEMMs of this arm."""
+        if self.backend is not None:
+            try:
+                transformer_engine.require()
+            except ValueError as error:
+                raise ExperimentError(f"arm {self.name!r}: {error}") from error
 
 
 class Experiment(Strict):
@@ -73,6 +96,8 @@ class Experiment(Strict):
     checkpoint: CheckpointSection = CheckpointSection(every=1000)
     equivalence: EquivalenceSection
     tracking: TrackingSection = TrackingSection()
+    audit: AuditSection | None = None
+    parallel: ParallelSection = ParallelSection()
     jobs: Count | None = None
 
     _path: Path = PrivateAttr(default=Path("experiment.yaml"))
@@ -122,10 +147,14 @@ class Experiment(Strict):
         arms = []
         for section in sorted(self.arms, key=lambda arm: not arm.control):
             try:
-                recipe = load_recipe(self._recipe_source(section.recipe))
+                source, backend = transformer_engine.split(section.recipe)
+                recipe = load_recipe(self._recipe_source(source))
+                if backend:
+                    transformer_engine.te_phases(recipe)
             except ValueError as error:
                 raise ExperimentError(f"{self._path}: arms.{section.name}.recipe: {error}") from error
-            arms.append(Arm(name=section.name, recipe=recipe, role="control" if section.control else "arm"))
+            role = "control" if section.control else "arm"
+            arms.append(Arm(name=section.name, recipe=recipe, role=role, backend=backend))
             if section.control and not recipe.quantizes_nothing:
                 raise ExperimentError(
                     f"{self._path}: arm {section.name!r} is the control but its recipe {recipe.name!r} quantizes; "
@@ -154,7 +183,7 @@ class Experiment(Strict):
 
     def identity(self) -> dict[str, Any]:
         """What makes a run this run: all but what may change between two calls (more seeds or arms, jobs, tracking)."""
-        free = {"question", "arms", "noise_floor", "seeds", "checkpoint", "tracking", "jobs"}
+        free = {"question", "arms", "noise_floor", "seeds", "checkpoint", "tracking", "audit", "parallel", "jobs"}
         return {key: value for key, value in self.resolved().items() if key not in free}
 
     def digest(self) -> str:

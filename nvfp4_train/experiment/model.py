@@ -17,6 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.randomness import generator, isolated
+from nvfp4_train.exporting import ExportError
+from nvfp4_train.exporting_loading import is_exported, load_exported
 from nvfp4_train.recipe_errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -130,9 +132,14 @@ def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudge
         with isolated(torch.device("cpu"), "weights", seed):
             if experiment.model.checkpoint is not None:
                 folder = experiment.local(experiment.model.checkpoint)
-                model = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **kind)
+                if is_exported(folder):
+                    model = load_exported(folder, config=config, **kind)
+                else:
+                    model = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **kind)
             else:
                 model = AutoModelForCausalLM.from_config(config, **kind)
+    except ExportError as error:
+        raise ExperimentError(f"{experiment.path}: model.checkpoint: {error}") from None
     except Exception as error:  # transformers has no common error for a config that cannot be built
         told = f"{experiment.path}: model: transformers cannot build it: {error}"
         if experiment.model.attention != "eager" and "attn_implementation" in str(error):

@@ -76,9 +76,23 @@ class DropoutStream(TorchFunctionMode):
     def __init__(self, device: torch.device, seed: int):
         super().__init__()
         self.device = device
-        with isolated(device, "dropout", seed):
-            self.state = get_state(device)
+        self.restart(seed)
         self._inside = False
+
+    def restart(self, *parts: object) -> None:
+        """Begins the stream that belongs to `parts`: the next draws depend on nothing before."""
+        self._parts, self._state = parts, None
+
+    @property
+    def state(self) -> Tensor:
+        if self._state is None:  # made when the first dropout asks, since most models have none
+            with isolated(self.device, "dropout", *self._parts):
+                self._state = get_state(self.device)
+        return self._state
+
+    @state.setter
+    def state(self, value: Tensor) -> None:
+        self._state = value
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
@@ -109,10 +123,10 @@ def uses_dropout(model: nn.Module) -> bool:
     return any("drop" in k and isinstance(v, int | float) and v > 0 for k, v in settings.items())
 
 
-def refuse_compiled_dropout(model: nn.Module) -> None:
-    """torch.compile fuses dropout with the rest of the graph, where its draws cannot be kept apart."""
+def refuse_dropout(model: nn.Module, setting: str) -> None:
+    """A compiled or recorded step has no place where dropout could change over to its own stream."""
     if uses_dropout(model):
         raise ExperimentError(
-            "training.compile: true cannot be combined with a model that uses dropout (the arms would not get the "
-            "same masks): set the model's dropout keys to 0, or compile: false"
+            f"training.{setting}: true cannot be combined with a model that uses dropout (the arms would not get the "
+            f"same masks): set the model's dropout keys to 0, or {setting}: false"
         )

@@ -27,6 +27,7 @@ from nvfp4_train.experiment.data import Corpus, load_corpus
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
 from nvfp4_train.experiment.model import build_model
 from nvfp4_train.experiment.randomness import isolated
+from nvfp4_train.experiment.sections import TrainingSection
 from nvfp4_train.experiment.shares import matmul_shares
 
 PACKAGES = ("nvfp4_train", "torch", "triton", "transformers", "tokenizers", "datasets", "numpy")
@@ -36,11 +37,14 @@ def job_folder(out: Path, arm: str, seed: int) -> Path:
     return out / arm / f"seed{seed}"
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(training: TrainingSection) -> torch.device:
     """The device of `training.device`; `auto` takes a GPU where torch sees one."""
-    if name == "cuda" and not torch.cuda.is_available():
+    if training.device == "cuda" and not torch.cuda.is_available():
         raise ExperimentError("training.device is cuda, but torch sees no GPU here; use device: auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if training.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if training.cuda_graphs and device.type != "cuda":
+        raise ExperimentError("training.cuda_graphs is true, and graphs need a GPU: set it to false to train on a CPU")
+    return device
 
 
 def prepare_run(experiment: Experiment, out: Path) -> Corpus:
@@ -48,7 +52,7 @@ def prepare_run(experiment: Experiment, out: Path) -> Corpus:
     old = _read_record(out)
     if old is not None:
         _refuse_another(experiment, old, out)
-    device = choose_device(experiment.training.device)
+    device = choose_device(experiment.training)
     corpus = load_corpus(experiment, out)
     if old is not None and old["data"]["sha256"] != corpus.info.sha256:  # somebody deleted OUT/data, as we advise
         raise ExperimentError(f"--out {out} was run on another text than data describes now; choose another --out")
@@ -90,7 +94,7 @@ def _refuse_another(experiment: Experiment, old: dict[str, Any], out: Path) -> N
         name = arm["name"]
         if name not in now:
             raise ExperimentError(f"--out {out} has an arm {name!r} that the experiment no longer has; keep it there")
-        if arm["role"] != now[name].role or arm["recipe_text"] != now[name].recipe.to_yaml():
+        if arm["role"] != now[name].role or arm["recipe_text"] != now[name].text:
             raise ExperimentError(
                 f"--out {out} belongs to another experiment: arm {name!r} was made with another recipe or role; "
                 "give the changed arm a name of its own, or choose another --out"
@@ -120,7 +124,8 @@ def _record(experiment: Experiment, corpus: Corpus, device: torch.device, old: d
         model = build_model(experiment, experiment.seeds[0], corpus.info.vocab_size)
         model.to(device)
         parameters = sum(p.numel() for p in model.parameters())
-        report = convert(model, arm.recipe)
+        arm.require()
+        report = convert(model, arm.recipe, backend=arm.backend)
         conversion[arm.name] = {
             "converted": list(report.converted), "skipped": [s._asdict() for s in report.skipped]
         }  # fmt: skip
@@ -132,7 +137,7 @@ def _record(experiment: Experiment, corpus: Corpus, device: torch.device, old: d
         "name": experiment.name, "question": experiment.question, "experiment": experiment.resolved(),
         "yaml": experiment.text,
         "arms": [
-            {"name": a.name, "recipe": a.recipe.name, "role": a.role, "recipe_text": a.recipe.to_yaml()}
+            {"name": a.name, "recipe": a.recipe_name, "role": a.role, "recipe_text": a.text}
             for a in experiment.all_arms
         ],
         "seeds": list(experiment.seeds), "tokens_per_step": experiment.tokens_per_step,

@@ -16,6 +16,7 @@ import jinja2
 from rich.table import Table
 from rich.text import Text
 
+from nvfp4_train.experiment.audit_page import audit_section
 from nvfp4_train.experiment.results import Run, is_number, read_run
 from nvfp4_train.experiment.statistics import LEVEL, Analysis, ArmStatistics, Interval, analyze
 from nvfp4_train.experiment.wording import (
@@ -68,6 +69,7 @@ def render(run_dir: str | Path) -> Path:
         gemms=gemms,
         format_rows=format_rows,
         conversions=_conversions(run),
+        audit=audit_section(run),
         facts=_facts(run),
         level=f"{100 * LEVEL:g}%",
     )

@@ -3,7 +3,8 @@
 ```
 OUT/record.json                      what was asked: arms, seeds, recipes, data, versions
 OUT/<arm>/seed<k>/result.json        how that job ended (absent while it runs, or if it never started)
-OUT/<arm>/seed<k>/metrics.jsonl      one JSON object a line: train, eval, spike, phase
+OUT/<arm>/seed<k>/metrics.jsonl      one JSON object a line: train, eval, spike, phase, audit, audit_weights, warning
+OUT/audit.json                       what `nvfp4-train audit EXPERIMENT --out OUT` found, by arm
 ```
 A folder may be read while jobs are still writing to it or after they were killed, so a torn last line is normal and
 an absent result is a state with a name, never an error. No torch here: a report is arithmetic on text.
@@ -28,6 +29,9 @@ class Job:
     evals: list[dict[str, Any]] = field(default_factory=list)  # by step, each step once
     spikes: list[dict[str, Any]] = field(default_factory=list)
     phases: list[dict[str, Any]] = field(default_factory=list)
+    audits: list[dict[str, Any]] = field(default_factory=list)
+    weights: list[dict[str, Any]] = field(default_factory=list)  # audit_weights
+    warnings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -41,6 +45,7 @@ class Run:
     path: Path
     record: dict[str, Any]
     jobs: dict[tuple[str, int], Job]
+    audit: dict[str, Any] = field(default_factory=dict)  # arm -> the audit that `nvfp4-train audit --out` left here
 
     @property
     def seeds(self) -> list[int]:
@@ -77,20 +82,27 @@ def read_run(run_dir: str | Path) -> Run:
     if roles.count("control") != 1:
         raise ValueError(f"{record_path}: one arm must be the control, found {roles.count('control')}.")
     jobs = {(arm["name"], seed): _read_job(path, arm["name"], seed) for arm in record["arms"] for seed in seeds}
-    return Run(path, record, jobs)
+    return Run(path, record, jobs, _read_audit(path / "audit.json"))
+
+
+def _read_audit(path: Path) -> dict[str, Any]:
+    try:
+        audits = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return audits if isinstance(audits, dict) else {}
 
 
 def _read_job(path: Path, arm: str, seed: int) -> Job:
     folder = path / arm / f"seed{seed}"
     lines = _read_metrics(folder / "metrics.jsonl")
     # After a resume a step may be there twice; the later line is the one the weights belong to.
-    evals = {line["step"]: line for line in lines if line.get("kind") == "eval"}
-    spikes = {line["step"]: line for line in lines if line.get("kind") == "spike"}
-    phases = {line["step"]: line for line in lines if line.get("kind") == "phase"}
+    kinds = ("eval", "spike", "phase", "audit", "audit_weights")
+    by_kind = [{line["step"]: line for line in lines if line.get("kind") == kind} for kind in kinds]
+    warnings = {(line["step"], line["check"]): line for line in lines if line.get("kind") == "warning"}
     result, state, why = _read_result(folder / "result.json", lines)
-    return Job(
-        arm, seed, state, why, result, *([kind[step] for step in sorted(kind)] for kind in (evals, spikes, phases))
-    )
+    found = [[kind[key] for key in sorted(kind)] for kind in (*by_kind, warnings)]
+    return Job(arm, seed, state, why, result, *found)
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def _choice(*choices: str, what: str) -> BeforeValidator:
 
 
 class ModelSection(Strict):
-    """`config`: keys of a transformers config, with `model_type`. `checkpoint`: a local Hugging Face folder."""
+    """`config`: keys of a transformers config, with `model_type`. `checkpoint`: a local Hugging Face folder, packed or not."""
 
     config: dict[str, Any] | None = None
     checkpoint: str | None = None
@@ -97,7 +97,10 @@ class DataSection(Strict):
 
 
 class TrainingSection(Strict):
-    """`warmup` and `decay_fraction` are fractions of training; `decay_to` is a fraction of `learning_rate`."""
+    """`warmup` and `decay_fraction` are fractions of training; `decay_to` is a fraction of `learning_rate`.
+
+    `cuda_graphs` records a microbatch's forward and backward once and replays it: for small models, on a GPU.
+    """
 
     steps: Count | None = None
     tokens: Count | None = None
@@ -112,6 +115,7 @@ class TrainingSection(Strict):
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
     clip: Positive | None = 1.0
     compile: Flag = False
+    cuda_graphs: Flag = False
     threads: Count = 1
     device: Annotated[str, _choice("auto", "cpu", "cuda", what="a device")] = "auto"
 
@@ -123,6 +127,25 @@ class TrainingSection(Strict):
             raise ValueError("'decay_fraction' belongs to schedule: wsd, which needs it")
         if self.warmup + (self.decay_fraction or 0.0) > 1.0:
             raise ValueError("'warmup' and 'decay_fraction' together exceed the whole of training")
+        return self
+
+
+class ParallelSection(Strict):
+    """How a job is laid out over ranks; the numbers do not depend on it.
+
+    `ranks`: how many processes `compare` starts for a job (`train` takes what torchrun gives it). `tensor`: over how
+    many of them a layer is cut. `data`: how the rest share the microbatches. `gather_fp4`: FSDP gathers packed weights.
+    """
+
+    ranks: Count = 1
+    tensor: Count = 1
+    data: Annotated[str, _choice("ddp", "fsdp", what="a data-parallel layout")] = "ddp"
+    gather_fp4: Flag = False
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.gather_fp4 and (self.data != "fsdp" or self.tensor > 1):
+            raise ValueError("'gather_fp4' belongs to data: fsdp with tensor: 1")
         return self
 
 
@@ -147,6 +170,12 @@ class EquivalenceSection(Strict):
     """The band, in percent of the control's loss, within which an arm counts as equivalent: set before the run."""
 
     percent: Positive
+
+
+class AuditSection(Strict):
+    """Operands measured and warnings raised every so many steps, while a job trains; see monitoring.py."""
+
+    every: Count = 500
 
 
 class WandbSection(Strict):

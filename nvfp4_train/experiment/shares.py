@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import ledger
-from nvfp4_train.conversion import set_progress
+from nvfp4_train.conversion import converted_layers, set_progress
 from nvfp4_train.formats import FORMATS
+from nvfp4_train.layer_state import forget
 from nvfp4_train.recipe import BF16, Recipe
 
 TICKS = 10**6  # a schedule's fractions as steps of a training this long
@@ -39,6 +40,8 @@ def matmul_shares(model: nn.Module, windows: Tensor, recipe: Recipe) -> list[dic
             total[key] += (end - start) * value / everything
     if not recipe.quantizes_nothing:
         set_progress(model, 0, TICKS)
+        for layer in converted_layers(model).values():
+            forget(layer)  # this was no step of the training
     ordered = sorted(total, key=lambda key: (GEMM_ORDER.index(key[0]), key[1] == f"{BF16} x {BF16}", key[1]))
     return [{"gemm": gemm, "format": kind, "share": total[gemm, kind]} for gemm, kind in ordered]
 

@@ -1,0 +1,1 @@
+"""Small adapters to the trainers and libraries people already use; each imports what it adapts to."""

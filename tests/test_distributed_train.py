@@ -1,0 +1,196 @@
+"""`train` on several ranks: the numbers of one process, checkpoints for any number of ranks, faults told on each."""
+
+import functools
+import hashlib
+import json
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+from nvfp4_train.experiment.compare import compare
+from nvfp4_train.experiment.config import load_experiment
+from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.experiment.train import Job, run_job
+from tests.distributed_harness import on_ranks, returned
+from tests.tiny_experiment import changed, write_text
+
+# A norm below `clip` multiplies by exactly 1: the sum of squares may be added in any order.
+STEPS = {"training.accumulation": 4, "training.batch_size": 1, "training.clip": 1.0e9, "training.steps": 6,
+         "evaluation.batches": 3, "model.config.intermediate_size": 64}  # fmt: skip
+BOUND = 1e-3  # of the loss, where gradients of ranks are added in another order than those of microbatches
+TENSOR_BOUND = 5e-3  # where partial sums of an output are rounded to BF16 before they are added
+
+
+class Killed(BaseException):
+    pass
+
+
+def experiment_in(folder, changes=None):
+    """One file for each set of changes, written by this process before it starts the ranks."""
+    text = yaml.safe_dump(changed(STEPS | (changes or {})), sort_keys=False)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
+    if not path.exists():
+        path.write_text(text)
+    return load_experiment(path)
+
+
+def run(folder, out, changes=None, stop=None, seed=1):
+    """One job of the experiment, on this process or as one of several ranks; ``stop``: the step in which it is killed."""
+    step = Job._step
+
+    def killed(job):
+        if job.step == stop:
+            raise Killed
+        step(job)
+
+    experiment = experiment_in(folder, changes)
+    with mock.patch.object(Job, "_step", killed):
+        try:
+            run_job(experiment, "nvfp4", seed, out)
+        except Killed:
+            return "killed"
+        except ExperimentError as error:
+            return str(error)
+    return "finished"
+
+
+def go_on(folder, out, killed, changes):
+    """From a copy of a folder whose job was killed."""
+    if dist.get_rank() == 0:
+        shutil.copytree(killed, out)
+    dist.barrier()
+    return run(folder, out, changes)
+
+
+def different(folder, out, changes):
+    """The second rank was started with something else."""
+    return run(folder, out, changes if dist.get_rank() else None)
+
+
+def outcome(out, arm="nvfp4"):
+    """(losses of every step, held-out losses, final weights) of a finished job."""
+    folder = out / arm / "seed1"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    weights = load_file(next((folder / "checkpoint").glob("step_*")) / "model.safetensors")
+    losses = {kind: [line["loss"] for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
+    return losses["train"], losses["eval"], weights
+
+
+def assert_same(one, other):
+    assert one[:2] == other[:2]
+    assert one[2].keys() == other[2].keys()
+    for name, value in one[2].items():
+        assert torch.equal(value, other[2][name]), name
+
+
+def assert_near(one, other, bound=BOUND):
+    assert one[0] == pytest.approx(other[0], rel=bound) and one[1] == pytest.approx(other[1], rel=bound)
+
+
+FSDP = {"parallel.data": "fsdp"}
+GATHERED = FSDP | {"parallel.gather_fp4": True}
+TENSOR = {"parallel.tensor": 2}
+TWO_PARTS = {"training.accumulation": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Texts, one process's runs of 4 and of 2 microbatches, and one killed in its fifth step (a checkpoint at 3)."""
+    place = tmp_path_factory.mktemp("distributed")
+    write_text(place / "text")
+    assert run(place, place / "alone") == "finished"
+    assert run(place, place / "alone2", TWO_PARTS) == "finished"
+    assert run(place, place / "killed1", stop=4) == "killed"
+    shutil.copytree(place / "killed1", place / "from1to2")
+    return place
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    def job(name, changes=None, **options):
+        experiment_in(folder, changes)
+        return functools.partial(run, folder, folder / name, changes, **options), ()
+
+    for changes in ({"arms": OTHER_ARMS}, {"training.learning_rate": 1.0e-4}):
+        experiment_in(folder, changes)
+    cases = {
+        "ddp": job("ddp", TWO_PARTS), "fsdp": job("fsdp", TWO_PARTS | FSDP), "fp4": job("fp4", TWO_PARTS | GATHERED),
+        "tensor": job("tensor", TWO_PARTS | TENSOR), "killed2": job("killed2", GATHERED, stop=4),
+        "from2to2": (go_on, (folder, folder / "from2to2", folder / "killed2", GATHERED)),
+        "from1to2": job("from1to2", GATHERED), "tensor_refused": job("bad", {"parallel.tensor": 3}),
+        "accumulation_refused": job("bad", {"training.accumulation": 3}),
+        "another_recipe": (different, (folder, folder / "bad", {"arms": OTHER_ARMS})),
+        "another_setting": (different, (folder, folder / "bad", {"training.learning_rate": 1.0e-4})),
+        "another_run": job("alone", {"training.learning_rate": 1.0e-4}),
+    }  # fmt: skip
+    return on_ranks(2, cases)
+
+
+OTHER_ARMS = [{"name": "bf16", "recipe": "bf16", "control": True}, {"name": "nvfp4", "recipe": "nvidia_nvfp4_no_sr"}]
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp", "fp4"])
+def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case):
+    assert returned(two[case]) == ["finished"] * 2
+    assert_same(outcome(folder / case), outcome(folder / "alone2"))
+
+
+def test_tensor_parallel_trains_near_one_process(two, folder):
+    assert returned(two["tensor"]) == ["finished"] * 2
+    assert_near(outcome(folder / "tensor"), outcome(folder / "alone2"), TENSOR_BOUND)
+
+
+def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
+    assert returned(two["killed2"]) == ["killed"] * 2
+    shards = folder / "killed2" / "nvfp4" / "seed1" / "checkpoint" / "step_00000003" / "shards"
+    assert len(list(shards.glob("*.distcp"))) == 2
+    shutil.copytree(folder / "killed2", folder / "from2to4")
+    shutil.copytree(folder / "killed2", folder / "from2to1")
+    experiment_in(folder, FSDP)
+    four = on_ranks(4, {"go": (run, (folder, folder / "from2to4", FSDP))})
+    assert returned(four["go"]) == ["finished"] * 4
+    assert run(folder, folder / "from2to1", FSDP) == "finished"
+    assert returned(two["from1to2"]) == ["finished"] * 2
+    assert returned(two["from2to2"]) == ["finished"] * 2
+    for name in ("from2to2", "from2to4", "from2to1", "from1to2"):
+        assert_near(outcome(folder / name), outcome(folder / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("tensor_refused", ["parallel.tensor is 3", "2 ranks"]),
+        ("accumulation_refused", ["2 data-parallel ranks", "accumulation: 3", "multiple of 2"]),
+        ("another_recipe", ["disagree", "the recipe of arm nvfp4"]),
+        ("another_setting", ["disagree", "training", "learning_rate"]),
+        ("another_run", ["belongs to another experiment", "learning_rate"]),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_on_every_rank(two, case, words):
+    first, second = returned(two[case])
+    assert first == second
+    assert all(word in first for word in words), first
+
+
+def test_compare_starts_the_ranks_of_its_jobs_through_torchrun(folder, tmp_path):
+    only = {"arms": [OTHER_ARMS[0]], "parallel.ranks": 2, "parallel.data": "fsdp", "training.steps": 1}
+    experiment = experiment_in(folder, only | TWO_PARTS)
+    (job,) = compare(experiment, tmp_path / "out", Console(quiet=True))
+    assert (job.status, job.message) == ("finished", "")
+    assert len(list(job.folder.glob("checkpoint/step_00000001/shards/*.distcp"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"parallel.ranks": 3}, ["3 data-parallel ranks"]), ({}, ["parallel.ranks", "torchrun"])]
+)
+def test_compare_refuses_what_no_job_could_do(folder, tmp_path, monkeypatch, changes, words):
+    monkeypatch.setenv("WORLD_SIZE", "1" if changes else "2")
+    with pytest.raises(ExperimentError) as told:
+        compare(experiment_in(folder, changes), tmp_path / "out", Console(quiet=True))
+    assert all(word in str(told.value) for word in words)
