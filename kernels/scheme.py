@@ -159,9 +159,15 @@ class Scheme:
         return self.tensor_scale_only or (self.outer is None and self.number.significant + scale <= BF16_SIGNIFICANT)
 
     @property
+    def why_not_triton(self) -> str:
+        """Why ``kernels/triton`` has it not, so that the reference runs, on a GPU too; empty where it has."""
+        if self.block == (1, WHOLE) and self.hadamard:
+            return "one scale a row after a Hadamard transform: the row's amax takes a pass of its own"
+        return ""
+
+    @property
     def in_triton(self) -> bool:
-        """Whether ``kernels/triton`` has it; elsewhere the reference runs, on the GPU too."""
-        return not (self.block == (1, WHOLE) and self.hadamard)  # a row's amax after a rotation takes a pass of its own
+        return not self.why_not_triton
 
     @property
     def group(self) -> int:

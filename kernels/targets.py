@@ -14,6 +14,7 @@ from typing import Any
 
 import triton
 
+from nvfp4_kernels.fp4 import VECTOR
 from nvfp4_kernels.instructions import TENSOR_MEMORY, Report, compile_for, divisible, report
 from nvfp4_kernels.scheme import Scheme
 
@@ -40,6 +41,7 @@ class Configuration:
     multiplies: str | None
     compile: Callable[[], Any] = field(repr=False, compare=False)
     converts: str | None = None
+    scales_by: str | None = "tcgen05.cp"  # how block scales must reach tensor memory; None: either way
 
 
 def triton_version() -> tuple[int, int]:
@@ -59,7 +61,7 @@ def require(target: str) -> None:
 def configurations(target: str) -> list[Configuration]:
     """Everything shipped for ``target``. Raises ValueError as ``require`` does."""
     require(target)
-    return _matmuls(target) + _quantizers(target) + _conversions(target)
+    return _matmuls(target) + _logits(target) + _quantizers(target) + _conversions(target)
 
 
 def faults(found: Report, wanted: Configuration) -> list[str]:
@@ -80,8 +82,12 @@ def faults(found: Report, wanted: Configuration) -> list[str]:
 
 
 def audit(wanted: Configuration) -> tuple[Report, list[str]]:
-    """(what the configuration compiles to, its faults)."""
-    found = report(wanted.compile())
+    """(what the configuration compiles to, its faults). One that does not compile has nothing but that fault."""
+    try:
+        found = report(wanted.compile())
+    except Exception as error:  # a compiler may raise anything
+        text = " ".join(str(error).split())
+        return Report(wanted.target, (), 0, 0, 0, 0), [f"does not compile: {type(error).__name__}: {text[:300]}"]
     return found, faults(found, wanted)
 
 
@@ -98,7 +104,7 @@ def _product_faults(found: Report, wanted: Configuration) -> list[str]:
             )
         if mma.layout != "TN":
             said.append(f"is {mma.layout}, not TN: an operand is not packed along K")
-        if mma.scales_by == "tcgen05.st":
+        if mma.scales_by == "tcgen05.st" and wanted.scales_by is not None:
             said.append("takes its scales through registers (tcgen05.st) and waits for them at each step")
     return said
 
@@ -121,6 +127,38 @@ def _matmuls(target: str) -> list[Configuration]:
                 kernel = f"matmul {format_} -> {out}{' accumulated' if accumulate else ''}"
                 sizes = f"{name} {tile.m}x{tile.n}x{tile.k}, {tile.warps} warps, {tile.stages} stages"
                 found.append(Configuration(kernel, sizes, target, format_, compile_))
+    return found
+
+
+def _logits(target: str) -> list[Configuration]:
+    """MQA logits of an indexer with 64 heads of 128. One step is the whole reduction: its scales need not run ahead."""
+    from nvfp4_kernels.triton import mqa_scaled as mqa
+
+    found = []
+    for format_, block in VECTOR.items():
+
+        def compile_(block=block):
+            scale = "*fp8e4nv" if block == 16 else "*u8"
+            signature = {"q_ptr": "*u8", "q_scales_ptr": scale, "k_ptr": "*u8", "k_scales_ptr": scale}
+            signature |= dict.fromkeys(("weights_ptr", "out_ptr"), "*fp32") | dict.fromkeys(
+                ("ks_ptr", "ke_ptr"), "*i32"
+            )
+            signature |= dict.fromkeys(("M", "N", "width", "groups", "tiles_each"), "i32")
+            amax = ("q_amax_ptr", "k_amax_ptr")
+            constants = dict(
+                H=64, HP=64, QB=mqa.COLUMNS // 64, BN=mqa.KEYS, D=128, BLOCK=block, COMPRESSED=False, CLEAN=True,
+                BF16_BITS=False, STAGES=mqa.STAGES,
+            )  # fmt: skip
+            if block == 16:
+                signature |= dict.fromkeys(amax, "*fp32")
+            else:
+                constants |= dict.fromkeys(amax)
+            aligned = [name for name, type_ in signature.items() if type_.startswith("*")]
+            options = dict(num_warps=mqa.WARPS, num_stages=mqa.STAGES, attrs=divisible(mqa.scaled_kernel, aligned))
+            return compile_for(mqa.scaled_kernel, signature, constants, target, enable_fp_fusion=True, **options)
+
+        size = f"{mqa.KEYS} keys x {mqa.COLUMNS} columns, {mqa.WARPS} warps, {mqa.STAGES} stages"
+        found.append(Configuration(f"MQA logits {format_}", size, target, format_, compile_, scales_by=None))
     return found
 
 

@@ -158,7 +158,7 @@ def export(
 @_told_plainly
 def audit(
     subject: Annotated[
-        str | None, typer.Argument(metavar="RECIPE_OR_EXPERIMENT", help="a recipe's name or file, or an experiment file")
+        str | None, typer.Argument(metavar="RECIPE_OR_EXPERIMENT", help="a recipe (name, file) or an experiment file")
     ] = None,
     require: Annotated[str | None, typer.Option(help="share of matmul FLOPs that must run quantized: 80%")] = None,
     arm: Annotated[str | None, typer.Option(help="of an experiment; by default every arm that quantizes")] = None,
@@ -266,6 +266,24 @@ def bench_step(
         load_experiment(experiment), recipe, target, compiled=compiled, graphs=graphs, threads=threads
     )
     _show_rows([row], benchmark.machine(target), as_json)
+
+
+@bench_app.command("mqa_logits")
+@_told_plainly
+def bench_mqa_logits(
+    device: Device = "auto",
+    shape: Annotated[list[str] | None, typer.Option(help="QUERIESxKEYS, may be repeated")] = None,
+    decoding: Annotated[bool, typer.Option(help="sequences with keys of their own")] = True,
+    as_json: Json = False,
+) -> None:
+    """FP4 MQA logits, packed operands to scores, against the same in (compiled) PyTorch."""
+    from nvfp4_train import benchmark
+    from nvfp4_train.mqa_benchmark import bench_mqa_logits as measure
+
+    target = benchmark.choose_device(device)
+    _show_rows(
+        measure(target, benchmark.parse_shapes(shape, 2), decoding), benchmark.machine(target), as_json
+    )
 
 
 def _default_out(name: str) -> Path:

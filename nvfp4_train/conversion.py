@@ -18,6 +18,7 @@ from torch import nn
 from nvfp4_train.experts import QuantizedExperts, is_experts
 from nvfp4_train.layer_state import begin_step
 from nvfp4_train.linear import QuantizedLinear
+from nvfp4_train.oscillation import remind
 from nvfp4_train.recipe import LinearPlan, Recipe, load_recipe
 from nvfp4_train.schedule import latched
 from nvfp4_train.survey import ConversionError, Skipped, Survey, weights_of
@@ -141,7 +142,8 @@ def convert(
 
 def _beyond(module: nn.Module, recipe: Recipe) -> str | None:
     """Why a recipe cannot run in a module that is no nn.Linear, or None."""
-    if isinstance(module, nn.Linear) or all(recipe.plan(start).simple for start in recipe.starts):
+    simple = recipe.oscillation_reset is None and all(recipe.plan(start).simple for start in recipe.starts)
+    if isinstance(module, nn.Linear) or simple:
         return None
     return (
         f"recipe {recipe.name} does more than quantize the two operands of each GEMM, for which it needs an nn.Linear"
@@ -182,6 +184,7 @@ def set_progress(model: nn.Module, step: int, total_steps: int, measured: dict[s
         if layer.plan != plans[key]:
             layer.plan = plans[key]
             switched = True
+        remind(layer, step, total_steps)
         begin_step(layer, step)
     return switched
 

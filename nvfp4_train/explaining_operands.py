@@ -107,9 +107,9 @@ def needs_lines(rows: list[dict[str, Any]]) -> list[str]:
         if row["instruction"] is None:
             words = f"emulation only: {row['why_not']}"
         elif row["instruction"] == BF16:
-            words = "BF16 matrix instruction"
+            words = "hardware instruction bf16"
         else:
-            words = f"native: {row['instruction']} on {', '.join(row['architectures'])}"
+            words = f"hardware instruction {row['instruction']} on {', '.join(row['architectures'])}"
         groups.setdefault(words, []).append(row["gemm"])
         for name, reason in row["reference_on_gpu"].items():
             slow.setdefault(reason, []).append(f"{row['gemm']}.{name}")

@@ -112,7 +112,7 @@ OPERAND_RISKS = (
     OperandRisk(
         "stale_scale",
         lambda where, spec, s: s.rule == "delayed",
-        "the scale follows from earlier steps: what outgrows them saturates; the history belongs to the checkpoint",
+        "the scale follows from earlier steps: what outgrows them saturates; your own loop has to call set_progress",
         "2209.05433; 2412.19437, section 3.3.2", AUDIT, serious=True,
     ),
     OperandRisk(

@@ -248,6 +248,8 @@ def _write(model, folder: Path, tensors: dict[str, Tensor], quantization: dict[s
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         (scratch / "config.json").write_text(json.dumps(config, indent=1))
+        for file in split.filename_to_tensors:  # safetensors makes them for their owner's eyes alone
+            shutil.copymode(scratch / "config.json", scratch / file)
         if quantization["quant_method"] == "modelopt":
             (scratch / "hf_quant_config.json").write_text(json.dumps(layouts.legacy_config(quantization), indent=1))
         generation = getattr(model, "generation_config", None)

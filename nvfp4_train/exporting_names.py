@@ -57,7 +57,7 @@ def checkpoint_names(model: nn.Module, packed: dict[str, list[int]]) -> Named:
     pieces, plain = {}, {}
     for name, tensor in converted.items():
         if tensor.dtype == torch.int64 and tensor.dim() == 3 and tensor.shape[2] == 1:
-            raise ExportError(f"{name}: folders of this model keep all experts in one tensor, which has no 4-bit layout")
+            raise ExportError(f"{name}: folders of this model keep all experts in one tensor: no 4-bit layout")
     probed = {name for name in converted if converted[name].dtype == torch.int64 and converted[name].shape[1:] == (1,)}
     for name, tensor in converted.items():
         if name not in probed:

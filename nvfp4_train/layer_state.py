@@ -77,7 +77,7 @@ def forget(layer: nn.Module) -> None:
     for name, buffer in layer._buffers.items():
         if name.startswith(PREFIX):
             buffer.zero_()
-    for key in ("quantizer_step", "reached", "oscillation"):
+    for key in ("quantizer_step", "reached", "oscillation", "oscillation_step"):
         layer.__dict__.pop(key, None)
 
 

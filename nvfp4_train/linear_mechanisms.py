@@ -26,6 +26,7 @@ from nvfp4_kernels.scheme import PER_STEP, Scheme
 from nvfp4_train import layer_state
 from nvfp4_train.backend import Backend
 from nvfp4_train.gemm import matmul
+from nvfp4_train.operators import operator, shapes_of
 from nvfp4_train.quantization import BF16, STREAM, QuantizedTensor, quantize, quantize_both
 from nvfp4_train.recipe import LinearPlan
 from nvfp4_train.saving import restore, save
@@ -33,6 +34,7 @@ from nvfp4_train.weight_cache import quantized_weight
 
 HOT = 8  # added to the stream of a tensor: the draws of its channels apart
 APART = "emulated"  # their product: few of their formats are FP4
+COLUMNS = ("dgrad_weight", "wgrad_grad_output", "wgrad_input")  # operands that are transposes
 
 
 class Memory(NamedTuple):
@@ -92,16 +94,12 @@ class MechanismFunction(torch.autograd.Function):
         keeps_x = needs_dw and again["wgrad_input"]
         keeps_w = needs_dx and (again["dgrad_weight"] or plan.shares_weight)
 
-        x_f, x_b = _both(
-            x, ("fprop_input", "wgrad_input"), plan, memory, "input",
-            forms=(backend.form_of(keeps_x), "packed" if needs_dw and not again["wgrad_input"] else None), **options,
-        )  # fmt: skip
+        forms = (backend.form_of(keeps_x), "packed" if needs_dw and not keeps_x else None)
+        x_f, x_b = _both(x, ("fprop_input", "wgrad_input"), plan, memory, forms, options)
         fprop_hot = memory.channels if _part(schemes["fprop_input"]) == "channels" else None
         form = backend.form_of(needs_dx or x_f.mean is not None)
         w_f = _weight(weight, plan, schemes, fprop_hot, memory, form, options)
         y = _product(x_f, w_f, dtype, backend=backend.matmul, where=where, gemm="fprop")
-        if x_f.mean is not None:
-            y = (y.float() + w_f.main.dequantize(torch.float32) @ x_f.mean).to(dtype)
 
         kept_x = x_f if keeps_x else x_b if needs_dw else Side(None)
         kept_w = w_f if keeps_w else Side(weight if needs_dx else None)
@@ -125,10 +123,9 @@ class MechanismFunction(torch.autograd.Function):
         options = dict(seed=seed, backend=backend.quantize, where=where)
         product = dict(backend=backend.matmul, where=where)
 
-        dy_d, dy_w = _both(
-            dy, ("dgrad_grad_output", "wgrad_grad_output"), plan, Memory(ctx.histories, None), "grad_output",
-            forms=(backend.operand_form if needs_dx else None, backend.operand_form if needs_dw else None), **options,
-        )  # fmt: skip
+        names, memory = ("dgrad_grad_output", "wgrad_grad_output"), Memory(ctx.histories, None)
+        forms = tuple(backend.operand_form if needed else None for needed in ctx.needs)
+        dy_d, dy_w = _both(dy, names, plan, memory, forms, options)
         dx = dw = None
         if needs_dx:
             rotated = schemes["dgrad_weight"] is not None and schemes["dgrad_weight"].requantized
@@ -136,29 +133,24 @@ class MechanismFunction(torch.autograd.Function):
                 wt = w_main.T
             else:
                 source = _whole(Side(w_main, w_hot), channels) if rotated else w_main
-                wt = _quantize_one(source, "dgrad_weight", plan, ctx.histories, "weight", backend.form_of(True), True, options)
-            dx = matmul(dy_d.main, wt, torch.float32, gemm="dgrad", **product)
-            if dy_d.mean is not None:
-                dx = dx + wt.dequantize(torch.float32) @ dy_d.mean
-            dx = _through_fprop(dx, schemes["fprop_input"], x_mask, rotated, seed, features).to(x_dtype)
+                wt = _quantize_one(source, "dgrad_weight", backend.form_of(True), plan, ctx.histories, options)
+            dx = _product(dy_d, Side(wt), torch.float32, gemm="dgrad", **product)
+            dx = _through_fprop(dx, "fprop_input", plan, x_mask, rotated, seed, features).to(x_dtype)
         if needs_dw:
             rotated = schemes["wgrad_input"] is not None and schemes["wgrad_input"].requantized
             xt = x_main
             if rotated:
                 source = _whole(Side(x_main, x_hot), channels)
-                source, x_hot = _apart(source, schemes["wgrad_input"], channels, "wgrad.input", options, transpose=True)
-                xt = _quantize_one(source, "wgrad_input", plan, ctx.histories, "input", backend.operand_form, True, options)
+                source, x_hot = _apart(source, "wgrad_input", schemes["wgrad_input"], channels, options)
+                xt = _quantize_one(source, "wgrad_input", backend.operand_form, plan, ctx.histories, options)
             dw = matmul(dy_w.main, xt, torch.float32, gemm="wgrad", **product)
             if x_mean is not None:
                 dw = dw + dy.shape[0] * torch.outer(dy_w.mean, x_mean)
             if x_hot is not None:
-                dyt_hot = quantize(
-                    dy, x_hot.scheme_text, transpose=True, stream=STREAM["grad_output"] + HOT, form="decoded",
-                    name="wgrad.grad_output", **options,
-                )  # fmt: skip
+                dyt_hot = _hot(dy, "wgrad_grad_output", x_hot.scheme_text, options)
                 apart = matmul(dyt_hot, x_hot, torch.float32, backend=APART, where=where, gemm="wgrad")
                 dw = dw.index_copy(1, channels, apart)
-            dw = _through_fprop(dw, schemes["fprop_weight"], w_mask, rotated, seed, features)
+            dw = _through_fprop(dw, "fprop_weight", plan, w_mask, rotated, seed, features)
             if ctx.main_grad is not None:
                 ctx.main_grad.add_(dw)
                 dw = None
@@ -175,78 +167,83 @@ def _part(scheme: Scheme | None) -> str | None:
     return None if scheme is None or scheme.split is None else scheme.split.part
 
 
-def _both(t, names, plan, memory: Memory, stream: str, forms, **options) -> tuple[Side | None, Side | None]:
+def _both(t, names, plan, memory: Memory, forms, options) -> tuple[Side | None, Side | None]:
     """The row form and the column form of ``t``, each with the parts that its operand sets apart; None for no form."""
-    texts = [getattr(plan, name) for name in names]
     schemes = [_schemes(plan)[name] for name in names]
     parts = [_part(scheme) if form else None for scheme, form in zip(schemes, forms, strict=True)]
     mean = None
     if "mean" in parts:
         mean = t.float().mean(dim=0) if t.shape[0] else t.new_zeros(t.shape[1], dtype=torch.float32)
     sources, hots = [], []
-    for index, (scheme, part) in enumerate(zip(schemes, parts, strict=True)):
-        name = names[index].replace("_", ".", 1)
-        cold, hot = _apart(
-            t, scheme, memory.channels if part == "channels" else None, name, options, transpose=index == 1
-        )
+    for name, scheme, part in zip(names, schemes, parts, strict=True):
+        cold, hot = _apart(t, name, scheme, memory.channels if part == "channels" else None, options)
         sources.append(t.float() - mean if part == "mean" else cold)
         hots.append(hot)
-    alike = all(forms) and parts[0] == parts[1] and not any(name in memory.histories for name in names)
-    if alike:
-        mains = quantize_both(
-            sources[0], *texts, stream=STREAM[stream], rows_form=forms[0], columns_form=forms[1],
-            rows_name=names[0].replace("_", ".", 1), columns_name=names[1].replace("_", ".", 1), **options,
+    if all(forms) and parts[0] == parts[1] and not any(name in memory.histories for name in names):
+        rows_name, columns_name = (name.replace("_", ".", 1) for name in names)
+        mains = quantize_both(  # from one read, and with the same draws
+            sources[0], *(getattr(plan, name) for name in names), stream=STREAM[names[0].split("_", 1)[1]],
+            rows_form=forms[0], columns_form=forms[1], rows_name=rows_name, columns_name=columns_name, **options,
         )  # fmt: skip
     else:
         mains = [
-            _quantize_one(source, name, plan, memory.histories, stream, form, index == 1, options) if form else None
-            for index, (source, name, form) in enumerate(zip(sources, names, forms, strict=True))
+            _quantize_one(source, name, form, plan, memory.histories, options) if form else None
+            for source, name, form in zip(sources, names, forms, strict=True)
         ]
     means = [mean if part == "mean" else None for part in parts]
-    return tuple(None if main is None else Side(main, hot, m) for main, hot, m in zip(mains, hots, means, strict=True))
+    sides = zip(mains, hots, means, strict=True)
+    return tuple(None if main is None else Side(main, hot, mean) for main, hot, mean in sides)
 
 
-def _quantize_one(t, name, plan, histories, stream, form, transpose, options) -> QuantizedTensor:
-    options = options | dict(transpose=transpose, stream=STREAM[stream], form=form, name=name.replace("_", ".", 1))
+def _quantize_one(t, name: str, form: str, plan: LinearPlan, histories, options) -> QuantizedTensor:
+    """The operand ``name`` of ``plan`` from ``t``, the tensor that it is of (not its transpose)."""
+    tensor = name.split("_", 1)[1]
+    options = options | dict(
+        stream=STREAM[tensor], form=form, name=name.replace("_", ".", 1), transpose=name in COLUMNS
+    )
     if name in histories:
         options["amax"] = layer_state.delayed_amax_of(histories[name], t)
-    if stream == "weight":  # it may come quantized from FSDP
+    if tensor == "weight":  # it may come quantized from FSDP
         return quantized_weight(t, getattr(plan, name), None, **options)
     return quantize(t, getattr(plan, name), **options)
 
 
-def _apart(t, scheme, channels, name, options, transpose) -> tuple[Tensor, QuantizedTensor | None]:
-    """(``t`` with zeros in the channels apart, these channels in their own format); ``t`` itself where there are
-    none."""
+def _apart(t, name: str, scheme: Scheme | None, channels, options) -> tuple[Tensor, QuantizedTensor | None]:
+    """(``t`` with zeros in the channels apart, these in their own format); ``t`` itself where there are none."""
     if channels is None or _part(scheme) != "channels":
         return t, None
-    stream = STREAM[name.split(".")[1]] + HOT
-    hot = quantize(
-        t.index_select(1, channels), scheme.split.hot_text, transpose=transpose, stream=stream, form="both", name=name,
-        **options,
-    )  # fmt: skip
+    hot = _hot(t.index_select(1, channels), name, scheme.split.hot_text, options)
     return t.index_fill(1, channels, 0.0), hot
+
+
+def _hot(t, name: str, text: str, options) -> QuantizedTensor:
+    """Channels apart of operand ``name``, quantized as ``text`` says."""
+    return quantize(
+        t, text, transpose=name in COLUMNS, stream=STREAM[name.split("_", 1)[1]] + HOT, form="both",
+        name=name.replace("_", ".", 1), **options,
+    )  # fmt: skip
 
 
 def _weight(weight, plan, schemes, channels, memory: Memory, form: str, options) -> Side:
     """Fprop's weight; the columns of the channels apart go with them."""
-    hot = None
-    cold = weight
-    if channels is not None:
-        text = schemes["fprop_input"].split.hot_text
-        hot = quantize(
-            weight.index_select(1, channels), text, stream=STREAM["weight"] + HOT, form="both", name="fprop.weight",
-            **options,
-        )  # fmt: skip
-        cold = weight.index_fill(1, channels, 0.0)
-    return Side(_quantize_one(cold, "fprop_weight", plan, memory.histories, "weight", form, False, options), hot)
+    if channels is None:
+        return Side(_quantize_one(weight, "fprop_weight", form, plan, memory.histories, options))
+    text = schemes["fprop_input"].split.hot_text
+    hot = _hot(weight.index_select(1, channels), "fprop_weight", text, options)
+    cold = weight.index_fill(1, channels, 0.0)
+    return Side(_quantize_one(cold, "fprop_weight", form, plan, memory.histories, options), hot)
 
 
 def _product(a: Side, b: Side, dtype: torch.dtype, **options) -> Tensor:
-    if a.hot is None:
+    """``a @ b.T``, the parts apart included, with one rounding to ``dtype``."""
+    if a.hot is None and a.mean is None:
         return matmul(a.main, b.main, dtype, **options)
-    apart = matmul(a.hot, b.hot, torch.float32, **options | {"backend": APART})
-    return matmul(a.main, b.main, torch.float32, **options).add_(apart).to(dtype)
+    product = matmul(a.main, b.main, torch.float32, **options)
+    if a.hot is not None:
+        product = product + matmul(a.hot, b.hot, torch.float32, **options | {"backend": APART})
+    if a.mean is not None:
+        product = product + b.main.dequantize(torch.float32) @ a.mean
+    return product.to(dtype)
 
 
 def _packed(item):
@@ -261,17 +258,33 @@ def _whole(side: Side, channels: Tensor | None) -> Tensor:
     return values
 
 
-def _through_fprop(grad, scheme: Scheme | None, mask, rotated: bool, seed, columns: int) -> Tensor:
-    """The gradient of a tensor from that of what Fprop quantized (``rotated``: in Fprop's rotated space, if it has
-    one)."""
-    size = 0 if scheme is None else scheme.hadamard
-    if mask is None and not (rotated and size):
+def _through_fprop(grad, name: str, plan: LinearPlan, mask, rotated: bool, seed, columns: int) -> Tensor:
+    """The gradient of a tensor from that of what Fprop quantized of it (``rotated``: in Fprop's rotated space, if
+    any)."""
+    text = getattr(plan, name)
+    if mask is None and not (rotated and text != BF16 and Scheme.parse(text).hadamard):
         return grad[:, :columns]
+    return _through_fprop_op(grad, mask, seed, text, rotated, columns)
+
+
+@operator("through_fprop(Tensor grad, Tensor? mask, Tensor? seed, str scheme, bool rotated, SymInt columns) -> Tensor")
+def _through_fprop_op(
+    grad: Tensor, mask: Tensor | None, seed: Tensor | None, scheme: str, rotated: bool, columns: int
+) -> Tensor:
+    """float32 ``[R, columns]``: the mask applied where Fprop rounded, that is rotated there and back where it
+    rotates."""
+    parsed = Scheme.parse(scheme)
+    size, signs = parsed.hadamard, parsed.sign_mask
     if size:
-        signs = step_signs(seed, size) if scheme.sign_mask == PER_STEP else scheme.sign_mask
+        signs = step_signs(seed, size) if signs == PER_STEP else signs
         if not rotated:
-            padded = nn.functional.pad(grad, (0, -grad.shape[1] % scheme.group))
+            padded = nn.functional.pad(grad, (0, -grad.shape[1] % parsed.group))
             grad = rotate(padded.contiguous(), size, signs, 1, torch.float32)
     if mask is not None:
         grad = grad * unpack_bits(mask, grad.shape[1])
-    return rotate_back(grad, size, signs)[:, :columns] if size else grad[:, :columns]
+    return (rotate_back(grad, size, signs) if size else grad)[:, :columns].contiguous()
+
+
+@shapes_of(_through_fprop_op)
+def _(grad, mask, seed, scheme, rotated, columns):
+    return grad.new_empty(grad.shape[0], columns)

@@ -17,6 +17,10 @@ The data's way, and where precision is lost (MXFP4; NVFP4 in brackets):
    (in 13 bits). Adding the blocks rounds in float32, about 2^-24 of the sum of magnitudes.
 3. Relu, times the weight, sum over the heads: float32. (The amax of both tensors enter after it: they are positive.)
 4. Output: *one rounding*, to ``out_dtype``.
+
+On a GPU the products run in E5M2 or bfloat16 (exact in both) or as FP4, and are summed as its matrix unit does: Hopper
+keeps about 13 bits below the largest product of E5M2. experiments/2026-11-30_mqa_logits/README.md follows the data
+through the kernels.
 """
 
 import torch
@@ -142,8 +146,8 @@ def fp4_paged_mqa_logits(
         cache_amax: the global amax of NVFP4 keys.
 
     Raises:
-        ValueError: operands that do not fit each other, with the shapes; on a CPU, a context longer than its block table
-            (on a GPU, where finding out would wait for the device, such a context ends where its table does).
+        ValueError: operands that do not fit each other, with the shapes; on a CPU, a context longer than its block
+            table (on a GPU, where finding out would wait for the device, such a context ends where its table does).
     """
     del schedule_meta
     q = as_operand(q, "q")

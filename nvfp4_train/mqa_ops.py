@@ -154,8 +154,9 @@ def _count_backward(where: int, name: str, q_scheme: str, k_scheme: str, q: Tens
     """The scores again from the quantized operands; gradients are float32, the other side of each product is not."""
     _count(where, f"{name}.scores", q_scheme, k_scheme, q, keys)
     head_dim = q.shape[1] if q_scheme == BF16 else 2 * q.shape[1]
+    backend, flops = backend_of(q, q_scheme), 2 * len(q) * head_dim * keys
     for gemm, other in (("dq", k_scheme), ("dk", q_scheme)):
-        ledger.count_matmul(where, f"{name}.{gemm}", "float32", other, backend_of(q, q_scheme), 2 * len(q) * head_dim * keys)
+        ledger.count_matmul(where, f"{name}.{gemm}", "float32", other, backend, flops)
 
 
 def _empty_grads(q: Tensor, q_scheme: str, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

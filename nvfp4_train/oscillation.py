@@ -10,6 +10,9 @@ exceed the former ``ratio``-fold, the weight is set to its quantized value, the 
 Source: TetraJet-v2, arXiv:2510.27527, OsciReset. Q is Fprop's quantization of the weight, to nearest.
 """
 
+import math
+import warnings
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +59,26 @@ def after_optimizer_step(model: nn.Module, step: int, total_steps: int) -> int:
                     f"{layer.label}: oscillation_reset needs whole weights, and {name} is sharded over ranks"
                 )
         reset += _after_step(layer, settings, step, total_steps)
+        layer.oscillation_step = step
     return reset
+
+
+def remind(layer: nn.Module, step: int, total_steps: int) -> None:
+    """Warns where ``set_progress`` begins a step and nobody told that the step before it was made."""
+    settings, before = layer.recipe.oscillation_reset, layer.__dict__.get("quantizer_step")
+    if settings is None or before is None or step != before + 1 or before < _begins(settings, total_steps):
+        return
+    if layer.__dict__.get("oscillation_step") != before:
+        warnings.warn(
+            f"recipe {layer.recipe.name} resets weights that oscillate: call nvfp4_train.after_optimizer_step(model, "
+            "step, total_steps) after each optimizer step, or nothing is reset",
+            stacklevel=3,
+        )
+
+
+def _begins(settings: OscillationReset, total_steps: int) -> int:
+    """The first step that is watched."""
+    return math.ceil(Fraction(str(settings.start)) * total_steps)  # exact: no float's last digit adds a step
 
 
 def _weights(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -64,7 +86,7 @@ def _weights(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _after_step(layer: nn.Module, settings: OscillationReset, step: int, total_steps: int) -> int:
-    begins = -(-int(settings.start * total_steps * 10**6) // 10**6)  # ceil, without a float's last digit
+    begins = _begins(settings, total_steps)
     place = (step - begins) % settings.every
     if step < begins or place > settings.window:
         layer.oscillation = None

@@ -1,7 +1,10 @@
 """Tensor and sequence parallel: a layer whose weight or input is a DTensor, told as local tensors and a Layout.
 
-torch's styles stay as they are: ``parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})``
-after ``convert``. What they place is read here from the DTensors themselves; the layer then works on local tensors.
+torch's styles stay as they are: after ``convert`` comes
+
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+What they place is read here from the DTensors themselves; the layer then works on local tensors.
 Sums over ranks (colwise dx, rowwise y) are made by DTensor, in the dtype of the tensor: there, and only there, the
 numbers differ from one process, by the roundings of partial sums.
 """
@@ -87,7 +90,13 @@ def refuse_cut(label: str, recipe: Recipe, kind: str, shape: tuple[int, int], ra
     """Raises ValueError where a weight ``[N, K]`` cannot be cut ``colwise`` or ``rowwise`` in any phase of training."""
     dimension, other = (0, "grad_output") if kind == "colwise" else (1, "input")
     for start in recipe.starts:
-        schemes = _schemes(recipe.plan(start))
+        plan = recipe.plan(start)
+        if not plan.simple:
+            raise ValueError(
+                f"{label}: recipe {recipe.name} does more than quantize the two operands of each GEMM, which a layer "
+                "cut over ranks cannot: choose another recipe, or leave the layer whole"
+            )
+        schemes = _schemes(plan)
         piece_of(f"{label}.weight", dimension, shape[dimension], ranks, schemes["weight"])
         piece_of(f"{label}: {other}", 1, shape[dimension], ranks, schemes[other])
 

@@ -215,6 +215,9 @@ def draw_seed(x: Tensor, where: int) -> Tensor:
 def _scheme_text(spec: OperandSpec | str) -> str:
     if isinstance(spec, str):
         return spec
+    for key in ("split", "requantize", "history"):
+        if getattr(spec, key):
+            raise ValueError(f"{key} acts in a layer (QuantizedLinear), not on a tensor by itself: leave it out")
     return BF16 if spec.scheme is None else str(spec.scheme)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nvfp4_kernels.scheme import Scheme
+from nvfp4_kernels.scheme import WHOLE, Scheme
 
 BF16 = "bf16"
 MAGNITUDE = 0x7FFFFFFF  # a float32 without its sign: such bits are ordered like the numbers, and NaN above Inf
@@ -76,7 +76,7 @@ def shared_seed(seed: Tensor, group: str) -> Tensor:
 def part_of(
     name: str, dimension: int, shape: tuple[int, int], group: Any, schemes: dict[int, list[str]], step: int = 1
 ) -> Part:
-    """This rank's part of a matrix of ``shape`` cut along ``dimension`` into pieces of ceil(size / ranks), as torch does.
+    """This rank's part of a matrix of ``shape`` cut along ``dimension``, as torch cuts it, every ceil(size / ranks).
 
     ``schemes``: for each dimension along which the whole is quantized, the scheme texts. ``step``: what is cut is a
     tensor of ``step`` rows of the matrix for each of its own.
@@ -88,29 +88,34 @@ def part_of(
     return Part(group.group_name, start if dimension == 0 else 0, start if dimension == 1 else 0, shape[1])
 
 
-def piece_of(
-    name: str, dimension: int, size: int, ranks: int, schemes: dict[int, list[str]], step: int = 1
-) -> int:
+def piece_of(name: str, dimension: int, size: int, ranks: int, schemes: dict[int, list[str]], step: int = 1) -> int:
     """How much of ``size`` each rank has (the last ones less); ValueError as ``part_of``."""
     piece = -(-(size // step) // ranks) * step
     unit = _unit(schemes, dimension)
-    if piece < size and piece % unit:
+    if piece < size and (unit is None or piece % unit):
+        where = "inside a scale that spans all of it" if unit is None else f"inside a block or Hadamard group of {unit}"
+        right = "" if unit is None else f"make the size a multiple of {unit * ranks}, "
         raise ValueError(
-            f"{name}: dimension {dimension} of size {size} over {ranks} ranks is cut every {piece}, inside a block or "
-            f"Hadamard group of {unit}: make the size a multiple of {unit * ranks}, use fewer ranks, or keep the "
-            "layer in bf16"
+            f"{name}: dimension {dimension} of size {size} over {ranks} ranks is cut every {piece}, {where}: {right}"
+            "use fewer ranks, or keep the layer in bf16"
         )
     return piece
 
 
-def _unit(schemes: dict[int, list[str]], dimension: int) -> int:
-    """What a cut along ``dimension`` must be a multiple of."""
+def _unit(schemes: dict[int, list[str]], dimension: int) -> int | None:
+    """What a cut along ``dimension`` must be a multiple of; None where a scale spans the whole of it."""
     unit = 1
     for along, texts in schemes.items():
         for text in texts:
-            if text != BF16:
-                scheme = Scheme.parse(text)
-                unit = max(unit, scheme.group if along == dimension else scheme.block[0])
+            if text == BF16:
+                continue
+            scheme = Scheme.parse(text)
+            place = 1 if along == dimension else 0
+            sizes = [scheme.group] if place else []
+            sizes += [block[place] for block in (scheme.block, scheme.outer) if block is not None]
+            if WHOLE in sizes and not scheme.tensor_scale_only:  # that one amax is shared like any tensor's
+                return None
+            unit = max(unit, *sizes)
     return unit
 
 

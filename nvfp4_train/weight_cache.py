@@ -30,7 +30,8 @@ from nvfp4_train.weight_gather import GatheredWeight, ShardedWeight
 class CachedWeight:
     """The quantized forms of one weight: one for each scheme and orientation that a layer's GEMMs read."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
         self._kept: dict[tuple[str, bool], tuple[tuple, QuantizedTensor]] = {}
 
     def clear(self) -> None:
@@ -43,7 +44,9 @@ class CachedWeight:
         Activation checkpointing that selects operators compares those of forward with those it runs again: the cache is
         out of its sight, so that a miss and a hit look the same.
         """
-        now = (weight.data_ptr(), weight._version, weight.dtype, tuple(weight.shape), weight.stride(), weight.device)
+        # a change of a DTensor moves the version of the parameter, not that of the local tensor in it
+        versions = (weight._version, self._layer.weight._version)
+        now = (weight.data_ptr(), versions, weight.dtype, tuple(weight.shape), weight.stride(), weight.device)
         then, kept = self._kept.get((scheme, transpose), (None, None))
         if then != now:
             with _disable_current_modes():
@@ -70,7 +73,8 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     """Within it every converted layer of ``model`` quantizes its weight once for each of its versions.
 
     Not for layers sharded by FSDP, which frees the whole weight between uses; a compiled layer graph-breaks at the
-    cache (``fullgraph=True`` refuses it). Raises ValueError for a model with such layers or without converted layers.
+    cache (``fullgraph=True`` refuses it). Raises ValueError for a model with such layers, for recipes that do more with
+    a weight than quantize it, and for a model without converted layers.
     """
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "weight_cache")}
     if not layers:
@@ -78,11 +82,16 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     for name, layer in layers.items():
         if layer.sharded_at_rest:
             raise ValueError(
-                f"cached_weights: {name or 'the layer'} is sharded by FSDP, which frees the whole weight after each use "
-                "to save memory; keeping its quantized form would undo that: leave cached_weights out"
+                f"cached_weights: {name or 'the layer'} is sharded by FSDP, which frees the whole weight after each "
+                "use to save memory; keeping its quantized form would undo that: leave cached_weights out"
+            )
+        if not layer.plan.simple:
+            raise ValueError(
+                f"cached_weights: {name or 'the layer'} runs recipe {layer.recipe.name}, which does more with a weight "
+                "than quantize it: leave cached_weights out"
             )
     before = [(layer, layer.weight_cache) for layer in layers.values()]
-    caches = [CachedWeight() for _ in before]
+    caches = [CachedWeight(layer) for layer, _ in before]
 
     def forget(*_: Any) -> None:
         for cache in caches:

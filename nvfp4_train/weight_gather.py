@@ -16,8 +16,6 @@ the layer gets). ``ShardedWeight`` is the float32 or BF16 shard with these two m
 out: a tensor that has the shape, dtype and gradient of the weight, and of its values only the quantized ones.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -96,7 +94,8 @@ class ShardedWeight(Tensor):
         scheme, amax, backend, shape, group = metadata
         if out is None:
             source = (self.plain, group, shape[0] // len(self.plain))
-            return GatheredWeight(codes, scales, amax.clone(), scheme, backend, shape, param_dtype, source), (codes, scales)
+            whole = GatheredWeight(codes, scales, amax.clone(), scheme, backend, shape, param_dtype, source)
+            return whole, (codes, scales)
         whole = out.to_local() if is_sharded(out) else out
         # FSDP gathers into the same memory each time; only the amax comes on its own
         assert whole.codes.untyped_storage().data_ptr() == codes.untyped_storage().data_ptr()
@@ -147,8 +146,8 @@ class GatheredWeight(Tensor):
 def gather_in_fp4(model: nn.Module, ranks: int | None = None) -> list[str]:
     """Makes FSDP2 gather the weights of converted layers as packed codes and scales; the names of these layers.
 
-    Call it between ``convert`` and ``fully_shard``. ``ranks``: over how many ranks a weight will be sharded (the size of
-    the mesh's shard dimension); by default all of the process group.
+    Call it between ``convert`` and ``fully_shard``. ``ranks``: over how many ranks a weight will be sharded (the size
+    of the mesh's shard dimension); by default all of the process group.
 
     Where a schedule turns a GEMM to BF16, or ``bf16_forward`` does, its weight is gathered in BF16 as well.
 
@@ -182,9 +181,10 @@ def gather_in_fp4(model: nn.Module, ranks: int | None = None) -> list[str]:
 def _one_scheme(name: str, recipe: Recipe) -> str:
     """The one scheme in which all GEMMs of a recipe read the weight, where they do not read it in BF16."""
     plans = [recipe.plan(start) for start in recipe.starts]
+    simple = all(plan.simple for plan in plans)
     texts = {text for plan in plans for text in (plan.fprop_weight, plan.dgrad_weight)} - {BF16}
     scheme = Scheme.parse(next(iter(texts))) if len(texts) == 1 else None
-    if scheme is None or scheme.stochastic or scheme.block != (16, 16):
+    if not simple or scheme is None or scheme.stochastic or scheme.block != (16, 16):
         raise ValueError(
             f"gather_in_fp4: {name} runs recipe {recipe.name}, whose Fprop and Dgrad do not read one weight in 16x16 "
             "tiles, rounded to nearest: gather it unquantized (leave gather_in_fp4 out)"

@@ -18,6 +18,6 @@ def test_a_planted_fault_is_named(name, monkeypatch):
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_a_healthy_run_raises_none(recipe):
-    net = model(recipe, blocks=1)
+    net = model(recipe)
     found = nt.audit(net, microbatches(net), recipe)
     assert found.ok, str(found)

@@ -116,7 +116,7 @@ def test_the_meter_agrees_with_the_audit():
     with ledger.observing(meter), ledger.observing(collect):
         microbatches(net)[0]().backward()
     numbers = meter.numbers()
-    assert len(numbers) == 8 * 5
+    assert len(numbers) == 4 * 5
     for event in events:
         if event.made.operand is None:
             continue

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from quantize_oracle import gaussian
+from test_stochastic_rounding import real_gradient
 
 from nvfp4_kernels.reference.codecs import E2M1_VALUES, e4m3_decode, unpack
 from nvfp4_kernels.reference.hadamard import rotate, rotate_back, step_signs
@@ -105,31 +106,34 @@ def test_ms_eden_keeps_nearest_codes_and_draws_one_of_two_scales():
     assert not torch.equal(draws[0], draws[1])
 
 
-@pytest.mark.parametrize("size, tails", [(32, 0.0), (128, 1.0)])
+@pytest.mark.parametrize("size, tails", [(32, 0.0), (128, 1.0), (64, None)])
 def test_ms_eden_is_unbiased_over_rotations(size, tails):
     """The error of the mean falls as 1/sqrt(n); there is no clamp's bias: the correction makes up for what saturates.
 
     A signed Hadamard transform is a random rotation only nearly: 32 points leave heavy tails a bias of 0.7%
     (measured), so they are tried with 128.
     """
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(8, 256, generator=generator) * (tails * torch.randn(8, 256, generator=generator)).exp()
-    x[:, 5] *= 8 if tails else 1
+    if tails is None:
+        x = real_gradient()
+    else:
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(8, 256, generator=generator) * (tails * torch.randn(8, 256, generator=generator)).exp()
+        x[:, 5] *= 8 if tails else 1
     scheme = Scheme(
         "e2m1", rounding="stochastic_scale", hadamard=size, sign_mask="step", range=255.99, headroom=0.988125
     )
-    count, total, errors = 1024, torch.zeros(8, 256, dtype=torch.float64), {}
+    count, total, errors = 256, torch.zeros(x.shape, dtype=torch.float64), {}
     for n in range(1, count + 1):
         q = quantize(x, scheme, None, seed=torch.tensor(n), rows_form="packed")[0]
-        values = dequantize(q.codes, q.scales, q.amax, scheme, 256, torch.float32)
+        values = dequantize(q.codes, q.scales, q.amax, scheme, x.shape[1], torch.float32)
         total += rotate_back(values, size, step_signs(torch.tensor(n), size)).double()
-        if n in (1, 16, 256, 1024):
+        if n in (1, 16, 64, 256):
             errors[n] = ((total / n - x).norm() / x.norm()).item()
     assert errors[1] < 0.13
-    for n in (16, 256, 1024):
+    for n in (16, 64, 256):
         assert errors[n] * math.sqrt(n) == pytest.approx(errors[1], rel=0.15), errors
     along = ((total / count) * x).sum() / (x.double() ** 2).sum()  # a shrinkage would show here
-    assert abs(along.item() - 1) < 1e-3
+    assert abs(along.item() - 1) < 2e-3
 
 
 def test_ms_eden_beats_stochastic_elements():

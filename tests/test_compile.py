@@ -2,11 +2,19 @@
 
 import pytest
 import torch
+from mechanism_recipes import RECIPES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nvfp4_train as nt
 from nvfp4_train import ledger
+
+NVFP4 = {"format": "nvfp4", "block": "1x16", "rounding": "nearest"}
+GENERAL = (
+    NVFP4 | {"outer": "1x32", "mask_clipped": True}, {"format": "mxfp8", "block": "1x32", "rounding": "nearest"},
+    {"format": "fp8", "block": "128x128", "rounding": "stochastic"}, {"format": "fp8", "block": "tensor"},
+    {"format": "int8", "block": "channel"}, NVFP4 | {"hadamard": 32, "signs": "step", "rounding": "stochastic_scale"},
+)  # fmt: skip
 
 
 class Block(nn.Module):
@@ -102,15 +110,47 @@ def test_opcheck():
     plan = nt.load_recipe("nvidia_nvfp4").plan(0.0)
     x = torch.randn(40, 33)
     pair = (plan.dgrad_grad_output, plan.wgrad_grad_output)
-    torch.library.opcheck(_amaxes_op, (x, *pair, "reference"), test_utils=("test_schema", "test_faketensor"))
-    amaxes = _amaxes_op(x, *pair, "reference")
+    torch.library.opcheck(_amaxes_op, (x, *pair, seed, "reference"), test_utils=("test_schema", "test_faketensor"))
+    amaxes = _amaxes_op(x, *pair, seed, "reference")
     for forms in (("both", "both"), ("decoded", "packed")):
         args = (x, *pair, amaxes, seed, 2, *forms, "reference", where, "a", "b", None)
         torch.library.opcheck(_quantize_op, args, test_utils=("test_schema", "test_faketensor"))
     for transpose in (False, True):
         q = quantize(x, plan.fprop_input, transpose=transpose)
-        args = (q.codes, q.scale_bytes, q.scheme_text, q.columns, "reference")
+        args = (q.codes, q.scale_bytes, None, q.scheme_text, q.columns, "reference")
         torch.library.opcheck(_decode_op, args, test_utils=("test_schema", "test_faketensor"))
+    for spec in GENERAL:  # every kind of output: float32 scales and operands, wide codes, outer scales, masks
+        text = str(nt.OperandSpec(**spec).scheme)
+        amaxes = _amaxes_op(x, text, text, seed, "reference")
+        args = (x, text, text, amaxes, seed, 2, "both", "both", "reference", where, "a", "b", None)
+        torch.library.opcheck(_quantize_op, args, test_utils=("test_schema", "test_faketensor"))
+        for transpose in (False, True):
+            q = quantize(x, text, transpose=transpose, seed=seed)
+            args = (q.codes, q.scale_bytes, q.outer_amax, text, q.columns, "reference")
+            torch.library.opcheck(_decode_op, args, test_utils=("test_schema", "test_faketensor"))
     a = torch.randn(8, 16).bfloat16()
     args = (a, a, torch.tensor(0.5), torch.float32, where, "fprop", "bf16", "bf16", "emulated")
     torch.library.opcheck(_matmul_op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["quartet", "tetrajet2", "delayed"])
+def test_mechanisms_compile_without_graph_breaks(name):
+    m = nn.Sequential(nn.Linear(64, 96))
+    nt.convert(m, RECIPES[name])
+    x, dy, results = torch.randn(32, 64), torch.randn(32, 96), []
+    for run in (m, torch.compile(m, fullgraph=True, backend="aot_eager")):
+        for buffer in m[0]._buffers.values():
+            buffer.zero_()
+        nt.set_progress(m, 0, 10)
+        torch.manual_seed(1)
+        m.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, m[0].weight.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    learned = {key for key, buffer in m[0]._buffers.items() if buffer is not None and buffer[0] > 0}
+    names = ("fprop_input", "fprop_weight", "dgrad_grad_output", "wgrad_grad_output", "wgrad_input")
+    # (Dgrad reads Fprop's quantized weight the other way round)
+    assert learned == ({f"quantizer_{key}" for key in names} if name == "delayed" else set())

@@ -6,12 +6,14 @@ import torch.distributed as dist
 
 import nvfp4_train as nt
 from nvfp4_train.quantization import quantize_both
-from nvfp4_train.sharding import Part, part_of, shared_maximum, shared_seed
+from nvfp4_train.sharding import Part, part_of, piece_of, shared_maximum, shared_seed
 from tests.distributed_harness import on_ranks, returned
 
 RECIPE = nt.load_recipe("nvidia_nvfp4").plan(0.0)
 ROWS, COLUMNS = RECIPE.dgrad_grad_output, RECIPE.wgrad_grad_output  # stochastic; stochastic with Hadamard
+OTHERS = {name: nt.load_recipe(name).plan(0.0) for name in ("ladder_tensor", "four_over_six", "ufp4")}
 SCHEMES = {"sr": (ROWS, COLUMNS), "tile": (RECIPE.fprop_weight, None)}
+SCHEMES |= {name: (plan.dgrad_grad_output, plan.wgrad_grad_output) for name, plan in OTHERS.items()}
 SEED = 12345
 
 
@@ -73,8 +75,12 @@ def assert_equals_whole(outcomes, scheme, dimension, dtype):
         parts = [rank[form] for rank in outcomes]
         along = dimension if form == 0 else 1 - dimension
         assert torch.equal(torch.cat([p[0] for p in parts], along), expected[0])
-        assert torch.equal(torch.cat([p[1] for p in parts], along), expected[1])
-        assert all(torch.equal(p[2], expected[2]) for p in parts)
+        assert all((p[2] is None) == (expected[2] is None) for p in parts)
+        assert expected[2] is None or all(torch.equal(p[2], expected[2]) for p in parts)
+        if scheme == "ladder_tensor":  # one scale for all of it
+            assert all(torch.equal(p[1], expected[1]) for p in parts)
+        else:
+            assert torch.equal(torch.cat([p[1] for p in parts], along), expected[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,3 +103,10 @@ def test_a_cut_inside_a_block_is_refused_on_every_rank(two):
 
 def test_a_part_says_where_it_begins():
     assert Part("g", 16, 0, 80).origin == [16, 0, 80]
+
+
+def test_a_scale_that_spans_a_dimension_allows_no_cut_of_it():
+    rows = nt.load_recipe("ladder_channel").plan(0.0).fprop_input
+    with pytest.raises(ValueError, match="up.weight: dimension 1 of size 96 over 2 ranks .* spans all of it"):
+        piece_of("up.weight", 1, 96, 2, {1: [rows]})
+    assert piece_of("up.weight", 0, 97, 2, {1: [rows]}) == 49

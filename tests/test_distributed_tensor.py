@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import nvfp4_train as nt
+from nvfp4_train import ledger
 from tests import distributed_models as small
 from tests.distributed_harness import on_ranks, returned
 
@@ -60,16 +61,33 @@ def one_layer(style=None, **sizes):
     elif style is not None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
-        model = parallelize_module(model, mesh, {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}[style](**layouts))
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        model = parallelize_module(model, mesh, styles[style](**layouts))
     torch.manual_seed(7 + (dist.get_rank() if style else 0))  # the group's first rank's draws count
     y = model(x)
     y.backward(dy)
     return [whole(t).detach() for t in (y, x.grad, model.weight.grad, model.bias.grad)]
 
 
+def cached():
+    """Whether a cut layer that keeps its quantized weight gives the same, before and after a change of the weight."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+    model, x = parallelize_module(layer(), mesh, ColwiseParallel(**layouts)), layer_inputs()[0]
+    plain = [model(x)]
+    with nt.cached_weights(model), ledger.recording() as log:
+        kept = [model(x), model(x)]
+        with torch.no_grad():
+            model.weight.mul_(1.5)
+        kept.append(model(x))
+    plain += [plain[0], model(x)]
+    quantized = sum(row["calls"] for row in log.operands() if row["operand"] == "fprop.weight")
+    return [torch.equal(a, b) for a, b in zip(plain, kept, strict=True)], quantized
+
+
 def refused(style, *sizes):
     try:
-        one_layer(style, **dict(zip(("n", "k", "tokens"), sizes)))
+        one_layer(style, **dict(zip(("n", "k", "tokens"), sizes, strict=False)))
     except ValueError as error:
         return str(error)
     return "nothing was refused"
@@ -125,6 +143,7 @@ def train_parallel(plan, data_ranks=1, tokens_sharded=False):
 def two():
     cases = {style: (one_layer, (style,)) for style in ("colwise", "rowwise", "tokens")}
     cases |= {
+        "cached": (cached, ()),
         "odd_colwise": (refused, ("colwise", 40)), "odd_rowwise": (refused, ("rowwise", 64, 72)),
         "odd_tokens": (refused, ("tokens", 64, 96, 48)), "plain_input": (plain_input, ()),
         "tp": (train_parallel, (PLAN,)), "sp": (train_parallel, (SEQUENCE_PLAN, 1, True)),
@@ -135,6 +154,10 @@ def two():
 @pytest.fixture(scope="module")
 def four():
     return on_ranks(4, {"fsdp_tp": (train_parallel, (PLAN, 2))})
+
+
+def test_a_cut_weight_is_quantized_once_for_each_version(two):
+    assert returned(two["cached"]) == [([True, True, True], 2)] * 2
 
 
 def assert_near(found, expected):

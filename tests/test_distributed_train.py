@@ -15,14 +15,16 @@ from safetensors.torch import load_file
 
 from nvfp4_train.experiment.compare import compare
 from nvfp4_train.experiment.config import load_experiment
-from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.experiment.errors import ExperimentError, TrainingStopped
 from nvfp4_train.experiment.train import Job, run_job
 from tests.distributed_harness import on_ranks, returned
 from tests.tiny_experiment import changed, write_text
 
 # A norm below `clip` multiplies by exactly 1: the sum of squares may be added in any order.
-STEPS = {"training.accumulation": 4, "training.batch_size": 1, "training.clip": 1.0e9, "training.steps": 6,
-         "evaluation.batches": 3, "model.config.intermediate_size": 64}  # fmt: skip
+STEPS = {
+    "training.accumulation": 4, "training.batch_size": 1, "training.clip": 1.0e9, "training.steps": 4,
+    "checkpoint.every": 2, "evaluation.batches": 3, "model.config.intermediate_size": 64,
+}  # fmt: skip
 BOUND = 1e-3  # of the loss, where gradients of ranks are added in another order than those of microbatches
 TENSOR_BOUND = 5e-3  # where partial sums of an output are rounded to BF16 before they are added
 
@@ -41,7 +43,7 @@ def experiment_in(folder, changes=None):
 
 
 def run(folder, out, changes=None, stop=None, seed=1):
-    """One job of the experiment, on this process or as one of several ranks; ``stop``: the step in which it is killed."""
+    """One job of the experiment, on this process or as one of several ranks; killed in step ``stop``."""
     step = Job._step
 
     def killed(job):
@@ -66,6 +68,21 @@ def go_on(folder, out, killed, changes):
         shutil.copytree(killed, out)
     dist.barrier()
     return run(folder, out, changes)
+
+
+def broken(folder, out):
+    """A NaN in the part of a weight that only the second rank has."""
+    step = Job._step
+
+    def breaking(job):
+        if job.step == 2 and dist.get_rank():
+            weight = job.model.model.norm.weight
+            weight.detach().to_local().view(-1)[0] = torch.nan
+        step(job)
+
+    with mock.patch.object(Job, "_step", breaking), pytest.raises(TrainingStopped) as told:
+        run_job(experiment_in(folder, FSDP), "nvfp4", 1, out)
+    return str(told.value)
 
 
 def different(folder, out, changes):
@@ -101,12 +118,12 @@ TWO_PARTS = {"training.accumulation": 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Texts, one process's runs of 4 and of 2 microbatches, and one killed in its fifth step (a checkpoint at 3)."""
+    """Texts, one process's runs of 4 and of 2 microbatches, and one killed in its fourth step (a checkpoint at 2)."""
     place = tmp_path_factory.mktemp("distributed")
     write_text(place / "text")
     assert run(place, place / "alone") == "finished"
     assert run(place, place / "alone2", TWO_PARTS) == "finished"
-    assert run(place, place / "killed1", stop=4) == "killed"
+    assert run(place, place / "killed1", stop=3) == "killed"
     shutil.copytree(place / "killed1", place / "from1to2")
     return place
 
@@ -117,14 +134,15 @@ def two(folder):
         experiment_in(folder, changes)
         return functools.partial(run, folder, folder / name, changes, **options), ()
 
-    for changes in ({"arms": OTHER_ARMS}, {"training.learning_rate": 1.0e-4}):
+    for changes in (FSDP, {"arms": OTHER_ARMS}, {"training.learning_rate": 1.0e-4}):
         experiment_in(folder, changes)
     cases = {
-        "ddp": job("ddp", TWO_PARTS), "fsdp": job("fsdp", TWO_PARTS | FSDP), "fp4": job("fp4", TWO_PARTS | GATHERED),
-        "tensor": job("tensor", TWO_PARTS | TENSOR), "killed2": job("killed2", GATHERED, stop=4),
+        "ddp": job("ddp", TWO_PARTS), "fsdp": job("fsdp", TWO_PARTS | GATHERED),
+        "tensor": job("tensor", TWO_PARTS | TENSOR), "killed2": job("killed2", GATHERED, stop=3),
         "from2to2": (go_on, (folder, folder / "from2to2", folder / "killed2", GATHERED)),
         "from1to2": job("from1to2", GATHERED), "tensor_refused": job("bad", {"parallel.tensor": 3}),
         "accumulation_refused": job("bad", {"training.accumulation": 3}),
+        "broken": (broken, (folder, folder / "broken")),
         "another_recipe": (different, (folder, folder / "bad", {"arms": OTHER_ARMS})),
         "another_setting": (different, (folder, folder / "bad", {"training.learning_rate": 1.0e-4})),
         "another_run": job("alone", {"training.learning_rate": 1.0e-4}),
@@ -135,7 +153,7 @@ def two(folder):
 OTHER_ARMS = [{"name": "bf16", "recipe": "bf16", "control": True}, {"name": "nvfp4", "recipe": "nvidia_nvfp4_no_sr"}]
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp", "fp4"])
+@pytest.mark.parametrize("case", ["ddp", "fsdp"])
 def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case):
     assert returned(two[case]) == ["finished"] * 2
     assert_same(outcome(folder / case), outcome(folder / "alone2"))
@@ -148,7 +166,7 @@ def test_tensor_parallel_trains_near_one_process(two, folder):
 
 def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
     assert returned(two["killed2"]) == ["killed"] * 2
-    shards = folder / "killed2" / "nvfp4" / "seed1" / "checkpoint" / "step_00000003" / "shards"
+    shards = folder / "killed2" / "nvfp4" / "seed1" / "checkpoint" / "step_00000002" / "shards"
     assert len(list(shards.glob("*.distcp"))) == 2
     shutil.copytree(folder / "killed2", folder / "from2to4")
     shutil.copytree(folder / "killed2", folder / "from2to1")
@@ -169,6 +187,7 @@ def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
         ("accumulation_refused", ["2 data-parallel ranks", "accumulation: 3", "multiple of 2"]),
         ("another_recipe", ["disagree", "the recipe of arm nvfp4"]),
         ("another_setting", ["disagree", "training", "learning_rate"]),
+        ("broken", ["stopped at step 3", "the weight model.norm.weight is not finite", "step_00000002"]),
         ("another_run", ["belongs to another experiment", "learning_rate"]),
     ],
 )

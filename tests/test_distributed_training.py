@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import nvfp4_train as nt
@@ -178,7 +178,8 @@ def two():
         "fp4_late": (functools.partial(gathered, changes=LATE), ()),
         "late": (functools.partial(gathered, fp4=False, changes=LATE), ()),
         "other_recipe": (ranks_with_other_models, (ONE_DIMENSIONAL,)), "alike": (ranks_alike, ()),
-        "other_size": (functools.partial(ranks_with_other_models, hidden=96), ({},)), "late_conversion": (converted_too_late, ()),
+        "other_size": (functools.partial(ranks_with_other_models, hidden=96), ({},)),
+        "late_conversion": (converted_too_late, ()),
         "fp4_odd": (functools.partial(refused, small.make, hidden=48), ()),
         "fp4_recipe": (functools.partial(refused, small.make, changes=ONE_DIMENSIONAL), ()),
         "fp4_plain": (refused, (small.Model,)), "fp4_tensor_parallel": (fp4_under_tensor_parallel, ()),
@@ -227,9 +228,9 @@ def test_mixed_precision_quantizes_what_was_gathered(two):
 
 
 def test_gathering_in_fp4_changes_no_bit_and_moves_a_quarter_of_bf16(two):
-    for rank, (fp4, fp32, kept) in enumerate(zip(*(returned(two[c]) for c in ("fp4", "fp32", "fp4_kept")), strict=True)):
+    for fp4, fp32, kept in zip(*(returned(two[case]) for case in ("fp4", "fp32", "fp4_kept")), strict=True):
         for name, value in fp32[0].items():
-            assert torch.equal(fp4[0][name], value) and torch.equal(kept[0][name], value), (rank, name)
+            assert torch.equal(fp4[0][name], value) and torch.equal(kept[0][name], value), name
         assert fp4[2] == {32 * 64 // 2 * 2 * small.STEPS}  # half of each weight, before forward and before backward
     for fp4, late in zip(returned(two["fp4_late"]), returned(two["late"]), strict=True):
         assert all(torch.equal(fp4[0][name], value) for name, value in late[0].items())
@@ -245,7 +246,8 @@ def test_gathering_in_fp4_changes_no_bit_and_moves_a_quarter_of_bf16(two):
     [
         ("other_recipe", ["disagree", "the recipe of blocks.0.up"]),
         ("other_size", ["disagree", "the shape of blocks.0.up.weight", "(64, 32)", "(96, 32)"]),
-        ("late_conversion", ["before fully_shard"]), ("alike", ["the same"]), ("fp4_odd", ["blocks.0.up", "48 rows", "multiple of 32"]), ("fp4_recipe", ["blocks.0.up", "nvidia_nvfp4"]),
+        ("late_conversion", ["before fully_shard"]), ("alike", ["the same"]),
+        ("fp4_odd", ["blocks.0.up", "48 rows", "multiple of 32"]), ("fp4_recipe", ["blocks.0.up", "nvidia_nvfp4"]),
         ("fp4_plain", ["no converted layer"]), ("fp4_tensor_parallel", ["blocks.0.up", "tensor parallelism"]),
     ],
 )  # fmt: skip

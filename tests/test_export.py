@@ -99,6 +99,8 @@ def test_the_folder_holds_what_fprop_multiplied_with(tmp_path, format, recipe):
 def test_the_config_says_how_to_read_it(tmp_path):
     for format in FORMATS:
         export(model(), tmp_path / format, format)
+    modes = {file.stat().st_mode for file in (tmp_path / "modelopt").iterdir()}
+    assert len(modes) == 1  # who may read the config may read the weights
     config = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["hidden_size"] == 64
     said = config["quantization_config"]

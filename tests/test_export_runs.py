@@ -1,6 +1,7 @@
 """Export by the command line: checkpoints of a run, of one process or many ranks; going on from the folder."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_experiment import tiny
 
 from nvfp4_train.experiment.train import run_job
 from nvfp4_train.exporting_loading import load_exported
+from nvfp4_train.recipe import load_recipe
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -18,13 +20,15 @@ transformers.logging.disable_progress_bar()
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run of two recipes: one without and one with a schedule."""
+    """A finished run, and checkpoints that claim to be of other recipes: bf16, and one with a schedule."""
     folder = tmp_path_factory.mktemp("run")
-    arms = [{"name": "bf16", "recipe": "bf16", "control": True}, {"name": "nvfp4", "recipe": "nvidia_nvfp4"},
-            {"name": "late", "recipe": "nvidia_nvfp4_late_fprop"}]  # fmt: skip
-    experiment = tiny(folder, {"arms": arms, "training.steps": 6})
-    for arm in ("bf16", "nvfp4", "late"):
-        run_job(experiment, arm, 1, folder / "out")
+    run_job(tiny(folder, {"training.steps": 6}), "nvfp4", 1, folder / "out")
+    for arm, recipe in (("bf16", "bf16"), ("late", "nvidia_nvfp4_late_fprop")):
+        step = folder / "out" / arm / "seed1" / "checkpoint" / "step_00000006"
+        shutil.copytree(folder / "out" / "nvfp4" / "seed1" / "checkpoint" / step.name, step)
+        known = json.loads((step / "checkpoint.json").read_text())
+        known["recipe"] = load_recipe(recipe).to_yaml()
+        (step / "checkpoint.json").write_text(json.dumps(known))
     return folder
 
 

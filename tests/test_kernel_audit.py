@@ -35,7 +35,7 @@ TRITONS = [
 
 @pytest.mark.parametrize("folder", TRITONS)
 def test_everything_shipped_for_sm_100_runs_the_fast_instruction(folder):
-    report = kernel_report("sm_100", folder, "matmul|convert|quantize stochastic8")
+    report = kernel_report("sm_100", folder, "matmul|MQA|convert|quantize stochastic8")
     assert report["faults"] == 0, "\n".join(kernel_lines(report))
     products = [row for row in report["kernels"] if row["kernel"].startswith("matmul")]
     assert len(products) == 8
@@ -48,7 +48,11 @@ def test_everything_shipped_for_sm_100_runs_the_fast_instruction(folder):
         assert row["machine_code"] == ["UTCOMMA.4X" if block == 16 else "UTCOMMA"], row
         sums = mma["accumulator_columns"]
         assert sums == int(row["tile"].split("x")[1]) and sums + mma["scale_columns"] <= row["tensor_memory"] <= 512
-    conversions = {row["kernel"]: (row["conversions"], row["machine_code"]) for row in report["kernels"][8:]}
+    logits = {
+        row["kernel"]: [(m["kind"], m["block"], m["scale_type"]) for m in row["mma"]] for row in report["kernels"][8:10]
+    }
+    assert logits == {"MQA logits nvfp4": [("mxf4nvf4", 16, "ue4m3")], "MQA logits mxfp4": [("mxf4", 32, "ue8m0")]}
+    conversions = {row["kernel"]: (row["conversions"], row["machine_code"]) for row in report["kernels"][10:]}
     merged = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C"
     stochastic = (["cvt.rs.satfinite.e2m1x4.f32"], [f"{merged}.RS"])
     assert conversions == {

@@ -229,6 +229,18 @@ def test_weights_that_flip_are_set_to_their_quantized_value():
     }
 
 
+def test_a_loop_that_forgets_to_tell_of_its_steps_is_reminded(recwarn):
+    m = model(base(oscillation_reset={"from": 0.5, "every": 4, "window": 2, "ratio": 8}))
+    for n in range(5):
+        nt.set_progress(m, n, 8)
+    assert not recwarn.list
+    nt.after_optimizer_step(m, 4, 8)
+    nt.set_progress(m, 5, 8)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="after_optimizer_step"):
+        nt.set_progress(m, 6, 8)
+
+
 def test_a_window_survives_a_checkpoint():
     settings = {"every": 10, "window": 6, "ratio": 2}
     runs = []

@@ -204,10 +204,10 @@ def test_the_mean_gradient_is_that_of_the_exact_product(name):
     model = Model(layer, x, dy)
     w = model.values(model.w, "fprop_weight")[0] if name == "quartet2" else model.w.double()
     want, total, errors = dy.double() @ w, 0, {}
-    for n in range(1, 65):
+    for n in range(1, 37):
         total = total + run(layer, x, dy, seed=n)[1].double()
         errors[n] = ((total / n - want).norm() / want.norm()).item()
-    assert errors[1] / errors[16] == pytest.approx(4, rel=0.3) and errors[16] / errors[64] == pytest.approx(2, rel=0.4)
+    assert errors[1] / errors[9] == pytest.approx(3, rel=0.25) and errors[9] / errors[36] == pytest.approx(2, rel=0.3)
 
 
 def test_copies_checkpointing_and_main_grad():
@@ -226,6 +226,12 @@ def test_copies_checkpointing_and_main_grad():
     run(layer, x, dy)
     assert layer.weight.grad is None
     torch.testing.assert_close(layer.weight.main_grad, 1 + want[2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", [{"split": {"part": "mean"}}, {"requantize": True}])
+def test_what_acts_in_a_layer_only_is_refused_on_a_tensor(option):
+    with pytest.raises(ValueError, match="acts in a layer"):
+        nt.quantize(torch.randn(4, 32), nt.OperandSpec(**option))
 
 
 def test_what_is_kept_is_packed():

@@ -2,6 +2,9 @@
 
 `torchao` (MXTensor) and `fouroversix` (its PyTorch backend) are test-only dependencies: without them these tests are
 skipped, with the reason. Every tensor spans many magnitudes, so that subnormal scales, ties and zeros occur.
+
+    pip install --no-deps torchao==0.18.0 vcs_versioning setuptools_scm ninja
+    SKIP_CUDA_BUILD=1 pip install --no-deps --no-build-isolation fouroversix==1.0.5
 """
 
 import importlib

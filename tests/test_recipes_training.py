@@ -10,6 +10,7 @@ import nvfp4_train as nt
 from nvfp4_train.recipe import recipe_names
 
 STEPS = 100
+EARLY = "tetrajet2 with what comes late brought forward"
 torch.set_num_threads(1)
 
 
@@ -36,11 +37,15 @@ def batches():
         yield tokens
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", [*recipe_names(), EARLY])
 def test_trains(name):
     torch.manual_seed(0)
     model = Small()
-    recipe = nt.load_recipe(name)
+    recipe = nt.load_recipe("tetrajet2" if name == EARLY else name)
+    if name == EARLY:
+        as_dict = recipe.to_dict() | {"oscillation_reset": {"every": 20, "window": 5, "ratio": 8}}
+        as_dict["fprop"]["input"]["split"]["observe"] = [5, 10]
+        recipe = nt.load_recipe(as_dict)
     if recipe.keep_bf16.blocks is not None:  # of one block nothing would be left
         recipe = nt.load_recipe(recipe.to_dict() | {"keep_bf16": {"if_present": ["lm_head"]}})
     nt.convert(model, recipe)

@@ -123,17 +123,33 @@ VARIANTS = {
 }
 
 
+def real_gradient() -> torch.Tensor:
+    """float32 [16, 64]: the gradient at a hidden layer of a small classifier that has learned a little."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(layers.parameters(), 1e-2)
+    inputs, labels = torch.randn(256, 32), torch.arange(256) % 10
+    for _ in range(20):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(layers(inputs), labels).backward()
+        optimizer.step()
+    hidden = layers[0](inputs).detach().requires_grad_()
+    torch.nn.functional.cross_entropy(layers[2](layers[1](hidden)), labels).backward()
+    return hidden.grad[:16].clone()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_unbiased_but_for_what_it_clamps(name):
     """The error of the mean of n draws falls as 1/sqrt(n), the clamp's bias apart; without saturation there is none."""
     scheme, copies = VARIANTS[name], 1024
-    x = gaussian(16, 64)
+    x = real_gradient()
     result = quantize(x.repeat(copies, 1), scheme, None, seed=torch.tensor(3))[0]
     values = dequantize(result.codes, result.scales, result.amax, scheme, 64, torch.float32, result.outer)
     draws = values.to(torch.float64).view(copies, 16, 64)
     largest = unpack(result.codes[:16], scheme.number)[:, :64].abs() == scheme.number.largest
     saturated = largest & (draws[0].abs() < x.abs() * (1 - 1e-6))
-    assert (saturated.sum() > 0) == (name in ("nvfp4", "nvfp4 four over six")), saturated.sum()
+    assert not saturated.any() or name in ("nvfp4", "nvfp4 four over six")
+    assert saturated.any() or name != "nvfp4"
 
     def error(n: int) -> float:
         means = draws[: n * (copies // n)].view(copies // n, n, 16, 64).mean(dim=1)

@@ -33,9 +33,7 @@ def assert_same(one, other):
         assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize(
-    ("recipe", "forms"), [("nvidia_nvfp4", 1), ("nvidia_nvfp4_1d_weights", 2), ("mxfp4", 2)]
-)
+@pytest.mark.parametrize(("recipe", "forms"), [("nvidia_nvfp4", 1), ("nvidia_nvfp4_1d_weights", 2), ("mxfp4", 2)])
 def test_four_microbatches_quantize_each_weight_once_with_the_same_result(recipe, forms):
     changes = {key: nt.load_recipe(recipe).to_dict()[key] for key in ("fprop", "dgrad", "wgrad")}
     changes["weight_match"] = nt.load_recipe(recipe).weight_match
@@ -125,7 +123,7 @@ def test_what_is_kept_is_packed_and_gone_afterwards():
     layer = nt.QuantizedLinear(64, 64)
     with cached_weights(layer):
         layer(torch.randn(16, 64, requires_grad=True)).sum().backward()
-        (_, kept), = layer.weight_cache._kept.values()
+        ((_, kept),) = layer.weight_cache._kept.values()
         assert kept.operand is None and kept.codes.numel() + kept.scale_bytes.numel() == 64 * 32 + 16
         layer(torch.randn(16, 64))
     assert layer.weight_cache is None
@@ -133,4 +131,10 @@ def test_what_is_kept_is_packed_and_gone_afterwards():
 
 def test_no_converted_layer_is_refused():
     with pytest.raises(ValueError, match="no converted layer"), cached_weights(nn.Linear(4, 4)):
+        pass
+
+
+def test_a_recipe_that_does_more_with_a_weight_is_refused():
+    layer = nt.QuantizedLinear(32, 32, recipe="fp8_delayed", label="up")
+    with pytest.raises(ValueError, match="the layer runs recipe fp8_delayed"), cached_weights(layer):
         pass

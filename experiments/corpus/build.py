@@ -7,7 +7,7 @@
 ``collect`` keeps each text once, by content, and writes it into compressed packs that can travel. ``tokenize`` trains a
 byte-level BPE on them (or takes ``--tokenizer``), sends each document to training or held-out text by the hash of its
 content, and writes token shards, ``tokenizer.json`` and ``manifest.json`` (sha256, counts, bytes per token). An
-experiment reads them as ``data: {shards: [shards/*.npy], held_out: ["*held_out*"]}``.
+experiment reads them as ``data: {shards: [shards/*.npy], held_out: [shards/held_out-*.npy]}``.
 Both give the same result on every machine for the same texts.
 """
 

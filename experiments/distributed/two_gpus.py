@@ -41,7 +41,9 @@ REPEATS, WARM_UP = 20, 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--experiment", default=str(HERE.parent / "bench" / "llama_350m.yaml"), help="the model to time")
+    parser.add_argument(
+        "--experiment", default=str(HERE.parent / "bench" / "llama_350m.yaml"), help="the model to time"
+    )
     parser.add_argument("--recipe", default="nvidia_nvfp4")
     parser.add_argument("--out", help="a JSON file for the results")
     arguments = parser.parse_args()
@@ -179,7 +181,9 @@ def tensor_parallel(device: torch.device) -> dict:
             y.backward(dy)
             dw = layer.weight.grad
             outcomes.append((y.detach(), x.grad, dw.full_tensor() if parallel else dw))
-        differences = [float((b.float() - a.float()).abs().max() / a.float().abs().max()) for a, b in zip(*outcomes, strict=True)]
+        differences = [
+            float((b.float() - a.float()).abs().max() / a.float().abs().max()) for a, b in zip(*outcomes, strict=True)
+        ]
         found[name] = dict(zip(("y", "dx", "dw"), differences, strict=True))
     whole = max(found["colwise"]["y"], found["colwise"]["dw"], found["rowwise"]["dx"], found["rowwise"]["dw"])
     sums = max(found["colwise"]["dx"], found["rowwise"]["y"])

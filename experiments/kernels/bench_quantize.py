@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from nvfp4_kernels.scheme import Scheme
+from nvfp4_kernels.triton import amax, decode, launch, tiles
 from nvfp4_kernels.triton import quantize as kernels
-from nvfp4_kernels.triton import tiles
 from nvfp4_kernels.triton.tiles import Tile
 
 SR = "stochastic"
@@ -42,8 +42,8 @@ CASES = {  # name -> (kind in tiles.TABLE, rows, form, columns, form)
     "decode 16x16": ("decode", Scheme(block=(16, 16)), "", None, ""),
 }  # fmt: skip
 FLAT = [Tile(16, 256, 4), Tile(16, 128, 2), Tile(16, 256, 2), Tile(16, 128, 1), Tile(16, 512, 4)]
-DEEP = [Tile(16, 512, 2), Tile(16, 256, 1), Tile(16, 1024, 4), Tile(16, 128, 1, 4), Tile(16, 256, 2, 4),
-        Tile(16, 512, 4, 4)]  # fmt: skip
+DEEP = [Tile(16, 256, 1), Tile(16, 128, 1, 4), Tile(16, 128, 1, 4, 168), Tile(16, 128, 1, 4, 128),
+        Tile(16, 256, 2, 4, 128), Tile(16, 128, 1, 4, 96)]  # fmt: skip
 CANDIDATES = {
     "rows": FLAT, "square": FLAT, "columns": DEEP, "columns_stochastic": DEEP, "columns_packed": DEEP,
     "amax": [Tile(16, 1024, 4), Tile(16, 512, 2), Tile(16, 256, 1)],
@@ -143,6 +143,9 @@ def main() -> None:
     results = []
     for name, tile, programs in jobs:
         tiles.TABLE[CASES[name][0]] = tile
+        for cache in (kernels._plan, amax._work, decode._work):
+            cache.cache_clear()
+        launch._compiled.clear()
         if programs:
             tiles.AMAX_PROGRAMS[CASES[name][0]] = 132 * programs
         try:

@@ -23,7 +23,7 @@ from nvfp4_kernels.triton import amax, codecs_sm100, decode, quantize, quantize_
 ARCHS = (80, 89, 90, 100, 120)
 SR = "stochastic"
 POINTERS = {"x_ptr": "*i16", "seed_ptr": "*i64"}
-INTEGERS = ("height", "width", "stride", "row_stream", "column_stream", "draw_i", "draw_j", "draw_width")
+INTEGERS = ("height", "width", "stride", "strips", "row_stream", "column_stream", "draw_i", "draw_j", "draw_width")
 CASES = {  # name -> (rows, rows_form, columns, columns_form)
     "rows nearest decoded": (Scheme(), "decoded", None, ""),
     "rows nearest packed": (Scheme(), "packed", None, ""),
@@ -40,15 +40,16 @@ CASES = {  # name -> (rows, rows_form, columns, columns_form)
 }  # fmt: skip
 
 
-def compile_kernel(kernel, types: dict, values: dict, arch: int, warps: int):
+def compile_kernel(kernel, types: dict, values: dict, arch: int, warps: int, registers: int = 0):
     """``types``: run-time argument -> type, divisible by 16; ``values``: constexpr arguments."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in values.items()}
-    divisible = [name for name in types if "stream" not in name and "draw" not in name]
+    unaligned = ("strips", "stream", "draw")
+    divisible = [name for name in types if not any(part in name for part in unaligned)]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(kernel, signature, constants, attrs)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -74,7 +75,8 @@ def quantize_case(name: str, arch: int, tile: tiles.Tile | None = None, even: bo
     both = rows is not None and columns is not None
     values |= dict(BF16_BITS=True, EVEN=even, BI=tile.rows, BJ=tile.columns, BY_EIGHTS=True, ONE_DRAW=both)
     values |= dict(ROW_VECTOR=8, COLUMN_VECTOR=tile.vector or 8, CONVERT=codecs_sm100.conversion(f"sm_{arch}"))
-    return compile_kernel(quantize_kernel.quantize_kernel, types, values, arch, tile.warps)
+    values |= dict(XORSIGN=arch >= 86)
+    return compile_kernel(quantize_kernel.quantize_kernel, types, values, arch, tile.warps, tile.registers)
 
 
 def amax_case(rotated: bool, arch: int):
@@ -82,7 +84,7 @@ def amax_case(rotated: bool, arch: int):
     types = {"x_ptr": "*i16", "out": "*i32", "height": "i32", "width": "i32", "stride": "i32", "strips": "i32"}
     values = dict(
         BF16_BITS=True, EVEN=True, BI=tile.rows, BJ=tile.columns, PLAIN=True, ROW_N=0, ROW_MASK=0, ROW_FACTOR=1.0,
-        COLUMN_N=16 if rotated else 0, COLUMN_MASK=0xD7E8, COLUMN_FACTOR=0.25,
+        COLUMN_N=16 if rotated else 0, COLUMN_MASK=0xD7E8, COLUMN_FACTOR=0.25, XORSIGN=arch >= 86,
     )  # fmt: skip
     return compile_kernel(amax.amax_kernel, types, values, arch, tile.warps)
 

@@ -1,4 +1,4 @@
-"""One launch each of the kernels of MQA logits, for a profiler:  ncu --clock-control none ... mqa_profile.py prefill|decode."""
+"""One launch of one kernel, for a profiler: ncu --clock-control none ... mqa_profile.py prefill|decode|paged."""
 
 import sys
 
@@ -10,5 +10,5 @@ results = []
 if sys.argv[1] == "prefill":
     sweep.run_dense("gluon s4 fadd", "2048x8192", results, True)
 else:
-    tile = mqa_hopper_direct.Tile(4, 2, True, False, None, 132 * 32)
+    tile = mqa_hopper_direct.Tile()
     sweep.run_decode(sys.argv[1] == "paged", tile, results, True)

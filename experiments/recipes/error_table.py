@@ -5,7 +5,7 @@
 Writes results.json and the tables between the marks of README.md in that folder. No training but for one short BF16 run
 that gives a real gradient; a few minutes on one CPU core.
 
-Tensors: Gaussian; heavy-tailed (Student's t with 3 degrees of freedom); outlier channels (Gaussian, every 64th channel from
+Tensors: Gaussian; heavy-tailed (Student's t, 3 degrees of freedom); outlier channels (Gaussian, every 64th channel from
 the sixth on 30 times as large); and input, weight and output gradient of a layer of the quickstart's model. Relative
 errors: |Q(t) - t| / |t| in the Frobenius norm, in the space before any Hadamard transform.
 """
@@ -95,23 +95,25 @@ def quantized(t: Tensor, spec: OperandSpec, seed: Tensor, rotate_back: bool = Tr
     part = spec.split
     if part is not None and part.part == "mean":
         mean = t.mean(0, keepdim=True)
-        return quantized(t - mean, _without_split(spec), seed) + mean.double()
+        return quantized(t - mean, _alone(spec), seed) + mean.double()
     if part is not None:
         hot = hot_channels(t, spec)
-        result = quantized(t.index_fill(1, hot, 0.0), _without_split(spec), seed)
+        result = quantized(t.index_fill(1, hot, 0.0), _alone(spec), seed)
         other = OperandSpec(**part.spec.to_dict())
         return result.index_copy(1, hot, quantized(t[:, hot].contiguous(), other, seed))
-    values = quantize(t, spec, seed=seed).dequantize()
+    values = quantize(t, _alone(spec), seed=seed).dequantize()
     return unrotated(values, spec, seed)[:, : t.shape[1]] if rotate_back else values.double()
+
+
+def _alone(spec: OperandSpec) -> OperandSpec:
+    """Without what acts in a layer. An amax history is taken to have seen just this tensor."""
+    keys = {k: v for k, v in spec.to_dict().items() if k not in ("history", "requantize", "mask_clipped", "split")}
+    return OperandSpec(**(keys | ({"scale_rule": "amax"} if spec.history else {})))
 
 
 def hot_channels(t: Tensor, spec: OperandSpec) -> Tensor:
     """int64: the columns of t that ``spec`` sets apart."""
     return t.norm(dim=0).topk(max(1, round(spec.split.fraction * t.shape[1]))).indices.sort().values
-
-
-def _without_split(spec: OperandSpec) -> OperandSpec:
-    return OperandSpec(**{key: value for key, value in spec.to_dict().items() if key != "split"})
 
 
 def operand(recipe: Recipe, where: str, tensors: dict[str, Tensor], number: int) -> tuple[Tensor, Tensor]:

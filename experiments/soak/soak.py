@@ -133,11 +133,18 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in WALL_CLOCK} for line in lines]
 
 
+def by_tenths(seen: list[tuple[int, float]], steps: int) -> list[float | None]:
+    """Median resident memory of each tenth of the steps, MB; None for a tenth that was over between two looks."""
+    parts: list[list[float]] = [[] for _ in range(10)]
+    for step, memory in seen:
+        parts[min(9, 10 * step // steps)].append(memory)
+    return [round(statistics.median(part), 1) if part else None for part in parts]
+
+
 def growth_mb(seen: list[tuple[int, float]], steps: int) -> float | None:
-    """Median resident memory of the last tenth of the steps less that of the second tenth, MB."""
-    early = [memory for step, memory in seen if 0.1 * steps <= step < 0.2 * steps]
-    late = [memory for step, memory in seen if step >= 0.9 * steps]
-    return statistics.median(late) - statistics.median(early) if early and late else None
+    """Of the last tenth over the second, in which everything that training needs has been made once."""
+    tenths = by_tenths(seen, steps)
+    return None if None in (tenths[1], tenths[9]) else tenths[9] - tenths[1]
 
 
 def soak(experiment: Path, arm: str, steps: int, kills: int, out: Path, seed: int = 0) -> dict[str, Any]:
@@ -149,8 +156,7 @@ def soak(experiment: Path, arm: str, steps: int, kills: int, out: Path, seed: in
     growth = growth_mb(seen, steps)
     return {
         "steps": steps, "arm": arm, "killed_after_step": killed, "differences": found, "growth_mb": growth,
-        "resident_mb": [round(max(m for s, m in seen if s >= part * steps / 10), 1)
-                        for part in range(10) if any(s >= part * steps / 10 for s, _ in seen)],
+        "resident_mb_by_tenths": by_tenths(seen, steps),
         "ok": not found and (growth is None or growth < GROWTH_MB),
     }  # fmt: skip
 

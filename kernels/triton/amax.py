@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from nvfp4_kernels.quantized import amax_place
 from nvfp4_kernels.scheme import PER_STEP, Scheme
-from nvfp4_kernels.triton import codecs, general, tiles
-from nvfp4_kernels.triton.hadamard import butterflies
+from nvfp4_kernels.triton import codecs, general, packed, tiles
+from nvfp4_kernels.triton.hadamard import largest_candidates
 from nvfp4_kernels.triton.launch import Work, launch
 
 
@@ -34,6 +34,7 @@ def amax_kernel(
     BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, PLAIN: tl.constexpr,
     ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+    XORSIGN: tl.constexpr = False,
 ):  # fmt: skip
     """out: int32 [3] zeros, for the amax of x, of x rotated along its rows, of x rotated along its columns."""
     tiles_j = tl.cdiv(width, BJ)
@@ -41,7 +42,7 @@ def amax_kernel(
     first = tl.program_id(0) // tiles_j
     i = tl.arange(0, BI)
     plain = tl.zeros((BJ,), tl.float32)
-    by_rows = tl.zeros((BJ,), tl.float32)
+    by_rows = tl.zeros((BJ // 2,), tl.float32)
     by_columns = tl.zeros((BJ,), tl.float32)
     for strip in range(first, tl.cdiv(height, BI), strips):
         row = strip * BI + i
@@ -50,14 +51,19 @@ def amax_kernel(
             x = tl.load(pointers)
         else:
             x = tl.load(pointers, mask=(row < height)[:, None] & (j < width)[None, :], other=0)
-        x = codecs.to_float32(x, BF16_BITS)
         if PLAIN:
-            plain = codecs.nan_maximum(plain, codecs.largest_magnitude(x, 0))
+            if BF16_BITS:
+                found = packed.largest_of_rows(tl.reshape(x, (1, BI, BJ)), XORSIGN)
+                found = tl.abs(codecs.to_float32(tl.reshape(found, (BJ,)), True))
+            else:
+                found = codecs.largest_magnitude(x.to(tl.float32), 0)
+            plain = codecs.nan_maximum(plain, found)
+        x = packed.widened(x, BF16_BITS)
         if ROW_N > 0:
-            turned = butterflies(x, ROW_N, ROW_MASK, True)
+            turned = largest_candidates(x, ROW_N, ROW_MASK, True)
             by_rows = codecs.nan_maximum(by_rows, codecs.largest_magnitude(turned, 0))
         if COLUMN_N > 0:
-            turned = butterflies(x, COLUMN_N, COLUMN_MASK, False)
+            turned = largest_candidates(x, COLUMN_N, COLUMN_MASK, False)
             by_columns = codecs.nan_maximum(by_columns, codecs.largest_magnitude(turned, 0))
     if PLAIN:
         _publish(out, plain, 1.0, False)
@@ -103,7 +109,7 @@ def amax_vector(
                 general.amax_of(x, scheme, along_columns, seed, out[amax_place(scheme, along_columns)])
         rows, columns = (s if s is not None and _here(s) else None for s in (rows, columns))
     if x.numel() and (rows is not None or columns is not None):
-        key = (height, width, x.dtype, rows, columns)
+        key = (height, width, x.dtype, rows, columns, has_xorsign(x.device))
         work, strips = _work(*key)
         launch(amax_kernel, work, key, (as_bits(x), out, height, width, x.stride(0), strips))
     return out.view(torch.float32)
@@ -111,7 +117,7 @@ def amax_vector(
 
 @lru_cache(maxsize=4096)
 def _work(
-    height: int, width: int, dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None
+    height: int, width: int, dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None, xorsign: bool
 ) -> tuple[Work, int]:
     row_n, column_n = (s.hadamard if s is not None else 0 for s in (rows, columns))
     kind = "amax_rotated" if row_n or column_n else "amax"
@@ -123,6 +129,7 @@ def _work(
         BI=tile.rows, BJ=tile.columns, PLAIN=any(s is not None and not s.hadamard for s in (rows, columns)),
         ROW_N=row_n, ROW_MASK=rows.sign_mask if row_n else 0, ROW_FACTOR=factor(row_n),
         COLUMN_N=column_n, COLUMN_MASK=columns.sign_mask if column_n else 0, COLUMN_FACTOR=factor(column_n),
+        XORSIGN=xorsign,
     )  # fmt: skip
     return Work(strips * tiles_j, constants, tile.warps), strips
 
@@ -155,3 +162,9 @@ def as_bits(x: Tensor) -> Tensor:
 def factor(n: int) -> float:
     """1 / sqrt(n) of a transform of size n."""
     return 1.0 / n**0.5 if n else 1.0
+
+
+@lru_cache
+def has_xorsign(device: torch.device) -> bool:
+    """Whether the GPU has the larger of two magnitudes as an instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 6)

@@ -22,45 +22,9 @@ TWO_P126 = tl.constexpr(2.0**126)
 TWO_P120 = tl.constexpr(2.0**120)
 TWO_M120 = tl.constexpr(2.0**-120)
 SIGN = tl.constexpr(-0x80000000)
+SMALLEST_E4M3 = tl.constexpr(2.0**-6 * (1 + 2.0**-19))  # the smallest normal, and a little more
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
-
-
-def _nearest_codes_asm() -> str:
-    """Four bytes of codes: $0 from the floats $1-$4 (low nibbles) and $5-$8 (high), and-ed with $9.
-
-    The integer pipe is the narrow one on these kernels, so most steps are multiplications: a code leaves the float in
-    bits 22-24, ``low * 4 + high * 64`` makes a byte at the top of a word, and byte permutations gather bytes and signs.
-    """
-    lines = [".reg .f32 a, e;", ".reg .b32 " + ", ".join(f"z{k}" for k in range(1, 9)) + ", b, p, q, r, s, t;"]
-    for k in range(1, 9):
-        lines += [
-            f"abs.f32 a, ${k};",
-            "min.f32 a, a, 0f40C00000;",
-            "max.f32 e, a, 0f3F800000;",
-            "mov.b32 b, e;",
-            "and.b32 b, b, 0x7F800000;",
-            "mov.b32 e, b;",
-            "fma.rn.f32 a, e, 0f4A800000, a;",
-            "fma.rn.f32 a, e, 0fCA800000, a;",
-            "mul.rn.f32 a, a, 0f00800000;",
-            f"mov.b32 z{k}, a;",
-        ]
-    for k in range(1, 5):
-        lines += [f"shl.b32 z{k}, z{k}, 2;", f"mad.lo.u32 z{k}, z{k + 4}, 64, z{k};"]
-    lines += ["prmt.b32 p, z1, z2, 0x0073;", "prmt.b32 q, z3, z4, 0x0073;", "prmt.b32 r, p, q, 0x5410;"]
-    for first, result, mask in ((1, "s", "0x08080808"), (5, "t", "0x80808080")):
-        lines += [
-            f"prmt.b32 p, ${first}, ${first + 1}, 0x00FB;",  # the sign of each, eight times
-            f"prmt.b32 q, ${first + 2}, ${first + 3}, 0x00FB;",
-            f"prmt.b32 {result}, p, q, 0x5410;",
-            f"and.b32 {result}, {result}, {mask};",
-        ]
-    lines += ["or.b32 r, r, s;", "or.b32 r, r, t;", "and.b32 $0, r, $9;"]
-    return "{ " + " ".join(lines) + " }"
-
-
-NEAREST_CODES_ASM = tl.constexpr(_nearest_codes_asm())
 
 
 @triton.jit
@@ -98,6 +62,12 @@ def to_float32(x, BF16_BITS: tl.constexpr):
         return float_of(x.to(tl.int32) << 16)
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def high_bits(x, BF16_BITS: tl.constexpr):
+    """int16: the upper half of float32 of what was loaded."""
+    return x if BF16_BITS else bfloat16_bits(x.to(tl.float32))
 
 
 @triton.jit
@@ -149,17 +119,6 @@ def e2m1_nearest_code(y):
 
 
 @triton.jit
-def nearest_codes(low, high, keep):
-    """uint8 of the nearest codes of ``low`` and ``high`` (low and high nibble), and-ed with uint8 ``keep``."""
-    if INTERPRETED:
-        return (e2m1_nearest_code(low) | (e2m1_nearest_code(high) << 4)).to(tl.uint8) & keep
-    else:
-        return tl.inline_asm_elementwise(
-            NEAREST_CODES_ASM, "=r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=tl.uint8, is_pure=True, pack=4
-        )
-
-
-@triton.jit
 def _with_sign(magnitude, y):
     """magnitude's low three bits and the sign of y, in one three-input operation."""
     return (magnitude & 7) | ((y.to(tl.uint32, bitcast=True) >> 28) & 0xFFFFFFF8)
@@ -187,7 +146,7 @@ def e2m1_stochastic(y, up16, EIGHT_BITS: tl.constexpr):
 
 
 @triton.jit
-def stochastic_operand(y, up16, scale_bits, EIGHT_BITS: tl.constexpr):
+def stochastic_operand(y, up16, scale_bits, EIGHT_BITS: tl.constexpr, XORSIGN: tl.constexpr):
     """int16 bits of bfloat16(e2m1_stochastic(y) * scale), ``scale_bits`` being the scale's. Two elements at a time.
 
     The same steps as above. ``dp2a`` picks one of two 16-bit numbers, shifts and adds it in one instruction; from there
@@ -201,15 +160,15 @@ def stochastic_operand(y, up16, scale_bits, EIGHT_BITS: tl.constexpr):
         mov.b32 m, a;
         mov.b32 n, b;
         and.b32 u, $3, """
-    TAIL: tl.constexpr = """;
+    CARRY: tl.constexpr = """;
         dp2a.lo.u32.u32 m, u, 0x0040, m;
         dp2a.lo.u32.u32 n, u, 0x4000, n;
         prmt.b32 p, m, n, 0x7632;
         and.b32 p, p, 0xFFC0FFC0;
-        mov.b32 u, 0x01C001C0;
-        min.bf16x2 p, p, u;
-        mov.b32 u, 0x81C081C0;
-        max.bf16x2 p, p, u;
+        mov.b32 u, 0x01C001C0;"""
+    CLAMP: tl.constexpr = " min.xorsign.abs.bf16x2 p, p, u;"
+    CLAMP_TWICE: tl.constexpr = " min.bf16x2 p, p, u; mov.b32 u, 0x81C081C0; max.bf16x2 p, p, u;"  # before sm_86
+    TAIL: tl.constexpr = """
         mov.b32 u, 0x7E807E80;
         mov.b32 v, 0x80008000;
         fma.rn.bf16x2 p, p, u, v;
@@ -220,9 +179,11 @@ def stochastic_operand(y, up16, scale_bits, EIGHT_BITS: tl.constexpr):
         return bfloat16_bits(value * float_of(scale_bits.to(tl.int32) << 16))
     else:
         MASK: tl.constexpr = "0xFF00FF00" if EIGHT_BITS else "0xFFFFFFFF"
+        MIDDLE: tl.constexpr = CLAMP if XORSIGN else CLAMP_TWICE
         return tl.inline_asm_elementwise(
-            HEAD + MASK + TAIL, "=r,f,f,r,r", [y, up16, scale_bits], dtype=tl.int16, is_pure=True, pack=2
-        )
+            HEAD + MASK + CARRY + MIDDLE + TAIL, "=r,f,f,r,r", [y, up16, scale_bits],
+            dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -241,9 +202,9 @@ def e2m1_value(code):
 def e4m3_nearest(scale):
     """Round non-negative float32 to the E4M3 grid, ties to even, saturating at 448; keeps NaN."""
     scale = tl.minimum(scale, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    exponent = float_of(bits_of(tl.maximum(scale, 0.015625, propagate_nan=tl.PropagateNan.ALL)) & INFINITY_BITS)
-    shift = exponent * 1048576.0  # as in e2m1_nearest: 2^23 steps of 2^-3 * 2^e
-    return (scale + shift) - shift
+    least = tl.maximum(scale, SMALLEST_E4M3)
+    shifted = tl.fma(least, 1048576.0, -scale)  # as in packed.py, for four significant bits, or multiples of 2^-9
+    return tl.fma(least, 1048576.0, -shifted)
 
 
 @triton.jit

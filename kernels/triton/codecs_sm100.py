@@ -15,7 +15,7 @@ is byte i for code i, and ``nvfp4-train audit --device`` compares with the defin
 
 import triton
 import triton.language as tl
-from nvfp4_kernels.triton import codecs
+from nvfp4_kernels.triton import codecs, packed
 
 INTEGER, NEAREST, STOCHASTIC = 0, 1, 2  # what a kernel's constant CONVERT says: no instruction, the first, both
 
@@ -56,7 +56,8 @@ STOCHASTIC_ASM = tl.constexpr(_stochastic_asm())
 def nearest_codes(low, high, keep, CONVERT: tl.constexpr):
     """uint8 of the nearest codes of float32 ``low`` and ``high`` (low and high nibble), and-ed with uint8 ``keep``."""
     if CONVERT == 0 or codecs.INTERPRETED:
-        return codecs.nearest_codes(low, high, keep)
+        one = tl.full(low.shape, 1.0, tl.float32)
+        return packed.nearest_codes(low, high, codecs.bfloat16_bits(low), codecs.bfloat16_bits(high), one, keep)
     else:
         return tl.inline_asm_elementwise(
             NEAREST_ASM, "=r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=tl.uint8, is_pure=True, pack=4

@@ -47,14 +47,14 @@ def differing(device: torch.device, convert: int, size: int = SIZE) -> dict[str,
     x[:8] = torch.tensor([0.0, -0.0, 0.25, -0.25, 5.0, 6.0, -1e9, -1e-9])
     draws = torch.randint(0, 2**16, (size,), generator=generator).to(torch.uint16)
     right = (
-        reference.e2m1_nearest_(x.clone()),
-        reference.e2m1_stochastic_(x.clone(), draws, 16),
-        reference.e2m1_stochastic_(x.clone(), draws, 8),
+        reference.nearest_(x.clone(), reference.E2M1),
+        reference.stochastic_(x.clone(), draws, reference.E2M1, 16),
+        reference.stochastic_(x.clone(), draws, reference.E2M1, 8),
     )
     inverted = torch.bitwise_not(draws.view(torch.int16)).to(device)
     found = {}
     for index, (name, values) in enumerate(zip(ROUNDINGS, right, strict=True)):
-        codes = reference.e2m1_encode(values)
+        codes = reference.encode(values, reference.E2M1)
         out = _convert(x.to(device), inverted, index, convert)
         found[name] = int((out.cpu() != (codes[0::2] | codes[1::2] << 4)).sum())
     return found

@@ -8,7 +8,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from nvfp4_kernels.scheme import Scheme
-from nvfp4_kernels.triton import codecs, general, tiles
+from nvfp4_kernels.triton import codecs, general, packed, tiles
 from nvfp4_kernels.triton.amax import require_device
 from nvfp4_kernels.triton.launch import Work, launch
 
@@ -38,13 +38,17 @@ def decode_kernel(
     else:
         pair = tl.load(code_pointers, mask=(ci < codes_height)[:, None] & (cj < codes_width)[None, :], other=0)
         byte = tl.load(scale_pointers, mask=(si * BR < height)[:, None] & (sj * BC < width)[None, :], other=0)
-    pair = pair.to(tl.int32)
-    both = tl.join(codecs.e2m1_value(pair & 15), codecs.e2m1_value(pair >> 4))  # [CI, CJ, 2]
+    scale = codecs.scale_value(byte.to(tl.int32), E4M3)
+    rows: tl.constexpr = (CI * BR) // BI  # of codes, in a block
+    columns: tl.constexpr = (CJ * BC) // BJ
+    blocks: tl.constexpr = (BI // BR, rows, BJ // BC, columns)
+    low, high = packed.decoded(
+        tl.reshape(pair, blocks), tl.broadcast_to(scale[:, None, :, None], blocks)
+    )
+    both = tl.join(tl.reshape(low, (CI, CJ)), tl.reshape(high, (CI, CJ)))  # [CI, CJ, 2]
     if not ALONG_ROWS:
         both = tl.permute(both, (0, 2, 1))
-    scale = codecs.scale_value(byte.to(tl.int32), E4M3)
-    value = tl.reshape(both, (BI // BR, BR, BJ // BC, BC)) * scale[:, None, :, None]
-    bits = codecs.bfloat16_bits(tl.reshape(value, (BI, BJ)))
+    bits = tl.reshape(both, (BI, BJ))
     i = i0 + tl.arange(0, BI)
     j = j0 + tl.arange(0, BJ)
     pointers = out_ptr + i[:, None] * width + j[None, :]
@@ -61,7 +65,8 @@ def decode(codes: Tensor, scales: Tensor, scheme: Scheme, columns: int, outer: T
     Codes that are a transposed view (the column form) give a transposed view. ``columns``: at most Cpad.
     """
     require_device(codes)
-    if scheme.element != "e2m1" or scheme.scale == "float32" or scheme.outer or not (scheme.block[0] and scheme.block[1]):
+    elsewhere = scheme.element != "e2m1" or scheme.scale == "float32" or scheme.outer
+    if elsewhere or not (scheme.block[0] and scheme.block[1]):
         return general.decode(codes, scales, scheme, columns, outer)
     along_rows = codes.stride(1) == 1 or codes.stride(0) != 1
     codes = (codes if along_rows else codes.T).contiguous()

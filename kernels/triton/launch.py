@@ -22,6 +22,7 @@ class Work(NamedTuple):
     programs: int
     constants: dict
     warps: int
+    registers: int = 0  # at most for a thread; 0: as many as the compiler likes
 
 
 def launch(kernel, work: Work, key: Hashable, arguments: tuple) -> None:
@@ -44,7 +45,10 @@ def _launch(kernel, work: Work, key: Hashable, arguments: tuple) -> None:
         compiled, values = known
         compiled[(work.programs, 1, 1)](*arguments, *values)
         return
-    compiled = kernel[(work.programs,)](*arguments, **work.constants, num_warps=work.warps, enable_fp_fusion=False)
+    options = dict(num_warps=work.warps, enable_fp_fusion=False)
+    if work.registers:
+        options["maxnreg"] = work.registers
+    compiled = kernel[(work.programs,)](*arguments, **work.constants, **options)
     if not INTERPRETED.value:
         names = kernel.arg_names[len(arguments) :]
         _compiled[key] = compiled, tuple(work.constants[name] for name in names)

@@ -1,7 +1,8 @@
 """Gradients of MQA logits, straight through the quantizers: scores again from the quantized operands, no atomics.
 
-    dq[m, h] = weights[m, h] sum_n g[m, n] [s > 0] k[n]      dweights[m, h] = sum_n g[m, n] relu(s)      one program a query block
-    dk[n] = sum_{m, h} g[m, n] weights[m, h] [s > 0] q[m, h]                                            one program a key block
+    dq[m, h] = weights[m, h] sum_n g[m, n] [s > 0] k[n]           one program for some queries
+    dweights[m, h] = sum_n g[m, n] relu(s)                        in the same
+    dk[n] = sum_{m, h} g[m, n] weights[m, h] [s > 0] q[m, h]      one program for some keys
 
 g is the logits' gradient, s[m, h, n] the score. Each sum has one owner and one order, so repeats agree bit for bit. A
 float32 factor enters the matrix unit as the sum of three bfloat16 numbers, which hold all of its 24 bits; the other
@@ -9,10 +10,10 @@ factor is a quantized operand, exact in bfloat16. So products are exact, as in f
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.triton import codecs
 from nvfp4_kernels.triton.mqa_dense import query_range
 from nvfp4_kernels.triton.mqa_expand import Expanded
@@ -83,7 +84,7 @@ def queries_kernel(
     m = block * QB + tl.arange(0, QB)
     column = tl.arange(0, QB * HP)
     at = block.to(tl.int64) * (QB * HP) + column
-    here = at < M.to(tl.int64) * HP
+    here = at // HP < M
     q_low, q_high = halves_of(q_ptr, at, here, D)
     if indices_ptr is None:
         start, end = query_range(ks_ptr, ke_ptr, m, M, N)
@@ -143,7 +144,7 @@ def keys_kernel(
             end = tl.minimum(end, (start.to(tl.int64) + width).to(tl.int32))
         if tl.max(((start < first_key + BN) & (end > first_key) & (end > start)).to(tl.int32), 0) > 0:
             at = tl.reshape(m.to(tl.int64)[:, None] * HP + tl.arange(0, HP)[None, :], (QB * HP,))
-            here = at < M.to(tl.int64) * HP
+            here = at // HP < M
             q_low, q_high = halves_of(q_ptr, at, here, D)
             weights = tl.load(weights_ptr + at, mask=here, other=0.0)
             inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
@@ -195,8 +196,9 @@ def backward(
     grad: Tensor, x: Expanded, q_amax: Tensor | None, k_amax: Tensor | None, heads: int, *,
     ranges: tuple[Tensor, Tensor] | None = None, indices: Tensor | None = None, compressed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """float32 (dq [M, H, D], dk [N, D], dweights [M, H]) from ``grad`` [M, N], [M, width] or [M, K], and bfloat16 ``x``.
+    """float32 (dq [M, H, D], dk [N, D], dweights [M, H]) from ``grad`` [M, N], [M, width] or [M, K].
 
+    ``x``: both operands in bfloat16.
     ``ranges``: (ks, ke); or ``indices`` [M, K], of which those outside [0, N) count for nothing.
     """
     (n, head_dim), m, width = x.keys.shape, len(grad), grad.shape[1]

@@ -1,8 +1,8 @@
 """E2M1 bytes to operands of a matrix unit: E5M2 (exact within a window of exponents) or bfloat16 (always exact).
 
-A value of E2M1 times 2^k is exact in E5M2 as long as the exponent stays a normal one, for 27 values of k. A byte holds two
-codes; the low nibbles make one operand and the high ones another, so that no code changes its place: a dot product does
-not mind in which order its terms are.
+A value of E2M1 times 2^k is exact in E5M2 as long as the exponent stays a normal one, for 27 values of k. A byte holds
+two codes; the low nibbles make one operand and the high ones another, so that no code changes its place: a dot product
+does not mind in which order its terms are.
 
 The E5M2 form takes four bytes at a time with one scale for all four: they must be neighbours in a row, in one register.
 Hopper's operands have them so, and so has any tile that is loaded 4 bytes at a time. Other GPUs take bfloat16.
@@ -10,7 +10,6 @@ Hopper's operands have them so, and so has any tile that is loaded 4 bytes at a 
 
 import triton
 import triton.language as tl
-
 from nvfp4_kernels.triton import codecs
 
 LOWEST = tl.constexpr(112)  # scale bytes of keys that E5M2 holds: 2^-15 (DeepSeek's rule goes no lower) to 2^11

@@ -1,4 +1,4 @@
-"""MQA logits of ranges of keys, from operands that ``mqa_expand`` has widened: FP4 to logits on matrix units without FP4.
+"""MQA logits of ranges of keys, from operands that ``mqa_expand`` has widened for a matrix unit without FP4.
 
 A program takes QB queries, all their heads side by side (QB * HP columns), and walks over tiles of BN keys. The queries
 stay in shared memory; the copy engine brings the keys. E5M2 products run at twice the rate of bfloat16; Hopper adds
@@ -9,13 +9,13 @@ multiprocessor, so that one's matrix products cover another's relu and sum.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
 from nvfp4_kernels.triton.mqa_expand import Expanded
 from nvfp4_kernels.triton.mqa_tile import MINUS_INFINITY, global_scale, on_device, put, readable, weighted
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tile(NamedTuple):
@@ -28,8 +28,8 @@ class Tile(NamedTuple):
     programs: int = 264  # that run at a time: the keys are split so that these are evenly busy
 
 
-E5M2 = Tile()
-BF16 = Tile(columns=128, keys=64, warps=4, stages=3, programs=264)
+E5M2 = Tile(stages=4)
+BF16 = Tile(columns=128, stages=2)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def logits_kernel(
     if first < last:
         queries = readable(q_desc.load([group * (QB * HP), 0])).T  # [D, QB * HP]
         column = group.to(tl.int64) * (QB * HP) + tl.arange(0, QB * HP)
-        weights = tl.load(weights_ptr + column, mask=column < M.to(tl.int64) * HP, other=0.0)
+        weights = tl.load(weights_ptr + column, mask=column // HP < M, other=0.0)
         scale = global_scale(q_amax_ptr, k_amax_ptr)
         for tile in tl.range(first, last, num_stages=STAGES):
             key = tile * BN + n
@@ -93,7 +93,7 @@ def logits_kernel(
             else:
                 put(rows[None, :] + key[:, None], value, (m < M)[None, :] & (key < N)[:, None], BF16_BITS)
     if CLEAN and not COMPRESSED:
-        # The loop above stores whole tiles, which costs it no comparisons; where one lies outside a range is known here.
+        # The loop above stores whole tiles, which costs it no comparisons; what lies outside is known here.
         tl.debug_barrier()
         here = m < M
         whole_first = tl.cdiv(tl.max(tl.where(here, start, 0), 0), BN)

@@ -1,19 +1,19 @@
 """MQA logits straight from packed keys, decoded in registers: for keys that are read once or a few times.
 
-Three ways to find the keys of a query: a range of rows, pages of a cache, a list of indices. A tile of keys has its even
-elements in one operand and its odd ones in another, so no nibble changes its place; the queries are laid out alike.
+Three ways to find the keys of a query: a range of rows, pages of a cache, a list of indices. A tile of keys has its
+even elements in one operand and its odd ones in another, so no nibble changes its place; queries are laid out alike.
 
-With ``E5M2`` a key whose exponents do not fit (``mqa_codes``) raises the flag, and the kernel that runs next in the stream,
-in bfloat16, does the work again.
+With ``E5M2`` (the interpreter's twin of ``mqa_hopper_direct``) a key whose exponents do not fit (``mqa_codes``) raises
+the flag, and the kernel that runs next in the stream, in bfloat16, does the work again.
 """
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.triton import codecs
 from nvfp4_kernels.triton.mqa_codes import HIGHEST, LOWEST, bf16_halves, by_byte, e5m2_halves
 from nvfp4_kernels.triton.mqa_dense import query_range
@@ -31,6 +31,7 @@ class Tile(NamedTuple):
 
 
 NARROW, WIDE = Tile(), Tile()  # in E5M2 and in bfloat16
+SECOND = Tile(columns=128, programs=132 * 8)  # where the kernel runs only if another could not: leaving costs a little, too
 
 RANGE, PAGED, LISTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -72,7 +73,7 @@ def key_rows(
     key, there, codes_ptr, scales_ptr, table_ptr, page_bytes,
     D: tl.constexpr, SCALES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the codes and scale bytes of keys [BN]: rows of two tensors, or (PAGE > 0) slots of a sequence's pages."""
+    """Pointers to codes and scale bytes of keys [BN]: rows of two tensors, or (PAGE > 0) slots of pages."""
     if PAGE > 0:
         page = tl.load(table_ptr + key // PAGE, mask=there, other=0).to(tl.int64) * page_bytes
         slot = key % PAGE
@@ -212,8 +213,8 @@ def direct(
     """Writes ``out [M, width]``.
 
     Args:
-        q: packed (codes [M * H, D / 2], scale bytes, weights [M, H]); or (E5M2 [M * HP, D], None, weights) of ``expand``,
-            with a flag that it may raise. Packed with a flag: runs only if that is up.
+        q: packed (codes [M * H, D / 2], scale bytes, weights [M, H]); or (E5M2 [M * HP, D], None, weights) of
+            ``expand``, with a flag that it may raise. Packed with a flag: runs only if that is up.
         keys: (codes [N, D / 2], scale bytes); for PAGED (the cache, None).
         amax: of q and of the keys, or (None, None).
         block: elements to a scale. ``limit``: N, for PAGED the longest context. ``heads``: (H, HP).
@@ -229,7 +230,8 @@ def direct(
     # compressed rows of their own keys: the union of several queries' ranges would be mostly empty
     tile = tile or (NARROW if e5m2 else WIDE)
     most = max(tile.columns // heads[1], 1)
-    queries = min(triton.next_power_of_2(each), most) if paged else 1 if compressed or mode.value == LISTED.value else most
+    alone = compressed or mode.value == LISTED.value
+    queries = min(triton.next_power_of_2(each), most) if paged else 1 if alone else most
     blocks = sequences * triton.cdiv(each, queries) if paged else triton.cdiv(m, queries)
     tiles = triton.cdiv(width, tile.keys)
     parts = min(max(tile.programs // max(blocks, 1), 1), max(tiles // 4, 1))
@@ -240,8 +242,8 @@ def direct(
     with on_device(out):
         direct_kernel[(blocks * triton.cdiv(tiles, tiles_each),)](
             *q[:2], q[2], *keys, *amax, flag, *ranges, table, out.view(torch.int16) if as_bf16 else out,
-            m, limit, width, blocks, tiles_each, keys[0].stride(0) if paged else 0, 0 if table is None else table.stride(0),
+            m, limit, width, blocks, tiles_each, keys[0].stride(0) if paged else 0, table.stride(0) if paged else 0,
             H=heads[0], HP=heads[1], D=head_dim, BLOCK=block, SCALES=scales, EACH=each, QB=queries, BN=tile.keys,
-            MODE=mode.value, PAGE=page, E5M2=e5m2, COMPRESSED=compressed, CLEAN=clean, BF16_BITS=as_bf16, STAGES=tile.stages,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            MODE=mode.value, PAGE=page, E5M2=e5m2, COMPRESSED=compressed, CLEAN=clean, BF16_BITS=as_bf16,
+            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         )  # fmt: skip

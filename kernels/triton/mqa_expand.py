@@ -1,19 +1,19 @@
 """Packed E2M1 to what a matrix unit reads: E5M2 where the block scales allow it exactly, else bfloat16.
 
-E5M2 has room for block exponents that spread by 26. For a query's head they may lie anywhere: a power of two is taken out
-and goes into the head's weight, at no cost. Keys have none of their own (it would cost a load and a multiplication a
-logit): their scale bytes must lie in ``mqa_codes``' window, 2^-15 to 2^11. DeepSeek's scale rule never goes below it, and
-its top is reached by elements of 12288. What does not fit (a NaN scale, too) raises a flag on the device; the caller's
-kernels read it there, and no one waits for it. A block of zeros fits whatever its scale.
+E5M2 has room for block exponents that spread by 26. For a query's head they may lie anywhere: a power of two is taken
+out and goes into the head's weight, at no cost. Keys have none of their own (it would cost a load and a multiplication
+a logit): their scale bytes must lie in ``mqa_codes``' window, 2^-15 to 2^11. DeepSeek's scale rule never goes below it,
+and its top is reached by elements of 12288. What does not fit (a NaN scale, too) raises a flag on the device; the
+caller's kernels read it there, and no one waits for it. A block of zeros fits whatever its scale.
 """
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.triton import codecs
 from nvfp4_kernels.triton.mqa_codes import HIGHEST, LIFT, LOWEST, bf16_halves, by_byte, e5m2_halves
 from nvfp4_kernels.triton.mqa_tile import on_device

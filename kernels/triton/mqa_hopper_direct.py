@@ -1,33 +1,31 @@
-"""The kernel of ``mqa_direct`` for Hopper, in Gluon: MXFP4 keys that are read once, decoded from shared memory in E5M2.
+"""The kernel of ``mqa_direct`` for Hopper, in Gluon: MXFP4 keys that are read once, decoded in registers, in E5M2.
 
-A warp group takes tiles of 64 keys for at most 128 columns of (query, head). Each thread decodes the codes of its part of
-the operand in registers; the products of one tile run while the codes of the next are decoded and while the scores of
-the one before are summed. Three bytes in four of an iteration's work are integer operations: they, not memory, are what
-this kernel waits for first.
+A warp group takes tiles of 64 keys for at most 128 columns of (query, head). A thread decodes its own part of the
+operand: 8 words of codes, a dozen instructions each. Several programs share a multiprocessor, so that one's products
+cover another's decoding and sums. Instructions, not memory, are what this kernel waits for: see
+experiments/2026-11-30_mqa_logits.
 """
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
+from nvfp4_kernels.triton.mqa_codes import E5M2_ASM
+from nvfp4_kernels.triton.mqa_tile import on_device
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from nvfp4_kernels.triton.mqa_codes import E5M2_ASM
-from nvfp4_kernels.triton.mqa_tile import on_device
-
 
 class Tile(NamedTuple):
-    """Tiles in flight, tiles to an iteration, relu by addition, most registers; ``programs`` to split the keys into."""
+    """Turns of ``unroll`` tiles in flight; relu by addition (or by maximum); ``programs`` to split the keys into."""
 
     stages: int = 4
     unroll: int = 2
     fadd: bool = True
-    overlap: bool = False
-    registers: int | None = None
     programs: int = 132 * 32
 
 
@@ -41,7 +39,7 @@ IN_RANGE = gl.constexpr(0x70707070)
 
 @gluon.jit
 def _pages(tile, most, table_ptr, PAGE: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr):
-    """The pages of a tile's keys, for both copies: one number where a tile lies in one page, read a tile ahead of use."""
+    """The pages of a tile's keys, for both copies; one number where a tile lies in one page. Read ahead of use."""
     if PAGE == 0:
         return 0, 0
     elif PAGE % BN == 0:
@@ -100,13 +98,12 @@ def hopper_direct_kernel(
     q_ptr, weights_ptr, codes_ptr, scales_ptr, flag_ptr, ks_ptr, ke_ptr, table_ptr, out_ptr,
     M, N, width, blocks, tiles_each, page_bytes, table_stride,
     HP: gl.constexpr, D: gl.constexpr, EACH: gl.constexpr, QB: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    CLEAN: gl.constexpr, FADD: gl.constexpr, UNROLL: gl.constexpr, OVERLAP: gl.constexpr,
+    CLEAN: gl.constexpr, FADD: gl.constexpr, UNROLL: gl.constexpr,
 ):  # fmt: skip
-    """Programs of QB queries of a sequence (PAGE > 0) or one query (compressed columns), and a part of the keys each."""
+    """Programs of QB queries of a sequence (PAGE > 0), or one query (compressed columns), and a part of the keys."""
     COLUMNS: gl.constexpr = QB * HP
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 32])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    SUMS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 1], [32, 1, 1], [4, 1, 1], [2, 1, 0]))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [8 * 64 // (D // 2), D // 2 // 16], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     CODES: gl.constexpr = gl.SwizzledSharedLayout(16, 2, 4, [1, 0])
@@ -140,9 +137,10 @@ def hopper_direct_kernel(
             codes = gl.allocate_shared_memory(gl.uint8, [STAGES * UNROLL, BN, D // 2], CODES)
             words = gl.allocate_shared_memory(gl.int32, [STAGES * UNROLL, BN], LINES)
             for i in gl.static_range((STAGES - 1) * UNROLL):
+                pages = _pages(part_first + i, most, table, PAGE, WIDE, LINE)
                 _fetch(
-                    part_first + i, base, most, codes_ptr, scales_ptr, _pages(part_first + i, most, table, PAGE, WIDE, LINE),
-                    page_bytes, codes.index(i), words.index(i), D, PAGE, WIDE, LINE,
+                    part_first + i, base, most, codes_ptr, scales_ptr, pages, page_bytes, codes.index(i),
+                    words.index(i), D, PAGE, WIDE, LINE,
                 )  # fmt: skip
                 if i % UNROLL == UNROLL - 1:
                     async_copy.commit_group()
@@ -155,8 +153,10 @@ def hopper_direct_kernel(
             at = (sequence * EACH + (block % of_sequence) * QB).to(gl.int64) * HP + column
             keep = (block % of_sequence) * QB + column // HP < EACH
             pointers = q_ptr + at[:, None] * D + byte[None, :]
-            q_low = gl.allocate_shared_memory(gl.float8e5, [COLUMNS, D // 2], QUERIES, gl.load(pointers, mask=keep[:, None], other=0.0))
-            q_high = gl.allocate_shared_memory(gl.float8e5, [COLUMNS, D // 2], QUERIES, gl.load(pointers + D // 2, mask=keep[:, None], other=0.0))
+            even = gl.load(pointers, mask=keep[:, None], other=0.0)
+            odd = gl.load(pointers + D // 2, mask=keep[:, None], other=0.0)
+            q_low = gl.allocate_shared_memory(gl.float8e5, [COLUMNS, D // 2], QUERIES, even)
+            q_high = gl.allocate_shared_memory(gl.float8e5, [COLUMNS, D // 2], QUERIES, odd)
             fence_async_shared()
             q_low = q_low.permute((1, 0))
             q_high = q_high.permute((1, 0))
@@ -192,17 +192,11 @@ def hopper_direct_kernel(
                     low, high = _operands(codes.index(slot + u), word, D, DOT)
                     acc = warpgroup_mma(low, q_low, zero, use_acc=False, is_async=True)
                     acc = warpgroup_mma(high, q_high, acc, is_async=True)
-                    if OVERLAP:
-                        if u > 0:
-                            scores = warpgroup_mma_wait(2, deps=[before])
-                            _finish(scores, weights, tile + u - 1, last, count, m, here, end, out_ptr, width, QB, HP, PAGE, CLEAN, FADD)
-                        before = acc
-                    else:
-                        scores = warpgroup_mma_wait(0, deps=[acc])
-                        _finish(scores, weights, tile + u, last, count, m, here, end, out_ptr, width, QB, HP, PAGE, CLEAN, FADD)
-                if OVERLAP:
-                    scores = warpgroup_mma_wait(0, deps=[before])
-                    _finish(scores, weights, tile + UNROLL - 1, last, count, m, here, end, out_ptr, width, QB, HP, PAGE, CLEAN, FADD)
+                    scores = warpgroup_mma_wait(0, deps=[acc])
+                    _finish(
+                        scores, weights, tile + u, last, count, m, here, end, out_ptr, width,
+                        QB, HP, PAGE, CLEAN, FADD,
+                    )  # fmt: skip
                 slot = gl.where(slot == (STAGES - 1) * UNROLL, 0, slot + UNROLL)
             async_copy.wait_group(0)
             found = gl.max((((strange >> 7) & 0x01010101) != 0).to(gl.int32), 0)
@@ -214,7 +208,8 @@ def hopper_direct_kernel(
             for tile in range(gl.maximum(last, part_first), part_last):
                 column = tile * BN + n
                 mask = (column < width)[:, None] & here[None, :]
-                gl.store(rows[None, :] + column[:, None], gl.full((BN, QB), float("-inf"), out_ptr.dtype.element_ty, layout=FILL), mask=mask)
+                nothing = gl.full((BN, QB), float("-inf"), out_ptr.dtype.element_ty, layout=FILL)
+                gl.store(rows[None, :] + column[:, None], nothing, mask=mask)
 
 
 @gluon.jit
@@ -246,7 +241,7 @@ def direct(
     limit: int, ranges: tuple[Tensor | None, Tensor], table: Tensor | None = None, sequences: int = 0,
     clean: bool = True, tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Writes ``out``; raises the flag where E5M2 does not hold a key. D is 128; the rest as in ``mqa_direct.direct``."""
+    """Writes ``out``; raises the flag where E5M2 does not hold a key. D is 128; else as in ``mqa_direct.direct``."""
     (m, width), head_dim = out.shape, queries.shape[1]
     tile = tile or Tile()
     paged = table is not None
@@ -260,6 +255,5 @@ def direct(
             queries, weights, codes, scales, flag, *ranges, table, out, m, limit, width, blocks, tiles_each,
             codes.stride(0) if paged else 0, table.stride(0) if paged else 0,
             HP=heads, D=head_dim, EACH=each, QB=block, PAGE=codes.shape[1] if paged else 0, STAGES=tile.stages,
-            CLEAN=clean, FADD=tile.fadd, UNROLL=tile.unroll, OVERLAP=tile.overlap, num_warps=4, maxnreg=tile.registers,
-            enable_fp_fusion=True,
+            CLEAN=clean, FADD=tile.fadd, UNROLL=tile.unroll, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

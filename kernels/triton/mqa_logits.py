@@ -11,14 +11,14 @@ the bfloat16 kernel is launched as well, and leaves at once where the flag is do
 """
 
 import torch
-import triton
 from torch import Tensor
 
+import triton
 from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_kernels.triton import codecs, mqa_dense
 from nvfp4_kernels.triton.mqa_backward import backward
-from nvfp4_kernels.triton.mqa_direct import LISTED, PAGED, RANGE, direct
+from nvfp4_kernels.triton.mqa_direct import LISTED, PAGED, RANGE, SECOND, direct
 from nvfp4_kernels.triton.mqa_expand import Expanded, expand
 
 LEAST_HEADS = 16  # columns of a dot product
@@ -62,7 +62,7 @@ def mqa_logits(
     if narrow:
         direct(
             (q.codes, q.scales, weights), (k.codes, k.scales), amax, x.flag, out, block=block, limit=n,
-            heads=_heads(heads), ranges=(ks, ke), **options,
+            heads=_heads(heads), ranges=(ks, ke), tile=SECOND, **options,
         )  # fmt: skip
     return out
 
@@ -96,7 +96,7 @@ def paged_mqa_logits(
     longest = min(max_context_len, block_table.shape[1] * cache.shape[1])
     if longest == 0:
         return out.fill_(-torch.inf)
-    if not cache[0].is_contiguous() or cache.stride(0) % 4 or cache.data_ptr() % 4:
+    if not cache[:1].is_contiguous() or cache.stride(0) % 4 or cache.data_ptr() % 4:
         cache = cache.clone(memory_format=torch.contiguous_format)
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -116,7 +116,9 @@ def _direct(
     keys, amax, heads = (k.codes, k.scales), (q.amax, k.amax), _heads(weights.shape[1])
     options |= dict(ranges=ranges, limit=limit, clean=clean)
     flag = None
-    if narrow and _hopper(weights.device) and 2 * q.codes.shape[1] == 128:
+    # that kernel copies 16 bytes at a time
+    aligned = k.codes.data_ptr() % 16 == 0 and k.codes.stride(0) % 16 == 0
+    if narrow and aligned and _hopper(weights.device) and 2 * q.codes.shape[1] == 128:
         from nvfp4_kernels.triton import mqa_hopper_direct
 
         x = expand(q.codes, q.scales, weights, q.codes[:0], q.codes[:0], block, e5m2=True, least=LEAST_HEADS)
@@ -127,7 +129,10 @@ def _direct(
         x = expand(q.codes, q.scales, weights, q.codes[:0], q.codes[:0], block, e5m2=True, least=LEAST_HEADS)
         flag = x.flag
         direct((x.queries, None, x.weights), keys, amax, flag, out, block=block, heads=heads, **options)
-    direct((q.codes, q.scales, weights), keys, amax, flag, out, block=block, heads=heads, **options)
+    direct(
+        (q.codes, q.scales, weights), keys, amax, flag, out, block=block, heads=heads,
+        tile=None if flag is None else SECOND, **options,
+    )  # fmt: skip
 
 
 def _heads(heads: int) -> tuple[int, int]:

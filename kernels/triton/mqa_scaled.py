@@ -1,21 +1,23 @@
 """The dense kernel of ``mqa_dense`` for FP4 matrix units (Blackwell): packed codes and scales go in as they are.
 
-Nothing is widened and no exponent is too large. Compiled for sm_100 it is ``tcgen05.mma ... kind::mxf4 ... block32`` for
-MXFP4 and ``kind::mxf4nvf4 ... block16`` for NVFP4; no such GPU was there to run it on. 128 keys make a tile, since fewer
-rows become a slower instruction without a word.
+Nothing is widened and no exponent is too large. Compiled for sm_100 it is ``tcgen05.mma ... kind::mxf4 ... block32``
+for MXFP4 and ``kind::mxf4nvf4 ... block16`` for NVFP4; no such GPU was there to run it on. 128 keys make a tile, since
+fewer rows become a slower instruction without a word.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.triton import codecs
 from nvfp4_kernels.triton.mqa_codes import by_byte
 from nvfp4_kernels.triton.mqa_dense import fill, query_range
 from nvfp4_kernels.triton.mqa_tile import global_scale, on_device, put, weighted
 
 KEYS, COLUMNS, WARPS, STAGES = 128, 128, 8, 3
+# Triton 3.6 stops at FP4 sums that begin as a constant zero outside of a loop over K
+OLD_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
 
 
 @triton.jit
@@ -66,6 +68,9 @@ def scaled_kernel(
             if codecs.INTERPRETED:
                 left, right = _decoded(keys, k_scales, BLOCK), _decoded(queries, q_scales, BLOCK)
                 scores = tl.dot(left, right.T, input_precision="ieee")
+            elif OLD_TRITON:
+                zero = tl.zeros((BN, QB * HP), tl.float32) + (tile < 0).to(tl.float32)
+                scores = tl.dot_scaled(keys, k_scales, "e2m1", queries.T, q_scales, "e2m1", zero)
             else:
                 scores = tl.dot_scaled(keys, k_scales, "e2m1", queries.T, q_scales, "e2m1")
             value = weighted(scores, weights, BN, QB, HP)

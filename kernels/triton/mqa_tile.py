@@ -5,10 +5,10 @@ holds pairs of columns of two rows, so most of a sum over heads happens within a
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
 from nvfp4_kernels.triton import codecs
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from nvfp4_kernels.quantized import Quantized
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_kernels.triton import general, tiles
-from nvfp4_kernels.triton.amax import amax_vector, as_bits, factor, global_amax, readable
+from nvfp4_kernels.triton.amax import amax_vector, as_bits, factor, global_amax, has_xorsign, readable
 from nvfp4_kernels.triton.conversion_check import conversion_on
 from nvfp4_kernels.triton.decode import decode
 from nvfp4_kernels.triton.general import fused
@@ -79,13 +79,15 @@ def quantize(
         )  # fmt: skip
     by_eights = draw_width % 8 == 0 and draw_j % 8 == 0
     streams_equal, convert = row_stream == column_stream, conversion_on(x.device)
-    key = (tuple(x.shape), x.dtype, rows, columns, rows_form, columns_form, streams_equal, by_eights, convert)
+    forms = (rows, columns, rows_form, columns_form)
+    far = max(x.shape[1], x.stride(0)) >= 2**26
+    key = (tuple(x.shape), x.dtype, *forms, streams_equal, by_eights, convert, has_xorsign(x.device), far)
     plan = _plan(*key)
     row_out = _outputs(x, plan.row_shapes, amax_rows)
     column_out = _outputs(x, plan.column_shapes, amax_columns)
     if plan.work.programs:
         arguments = (
-            as_bits(x), seed, *x.shape, x.stride(0), row_stream, column_stream, draw_i, draw_j, draw_width,
+            as_bits(x), seed, *x.shape, x.stride(0), plan.strips, row_stream, column_stream, draw_i, draw_j, draw_width,
             row_out.amax, row_out.codes, row_out.scales, _bits(row_out.operand),
             column_out.amax, column_out.codes, column_out.scales, _bits(column_out.operand),
         )  # fmt: skip
@@ -96,6 +98,7 @@ def quantize(
 
 class _Plan(NamedTuple):
     work: Work
+    strips: int
     row_shapes: Quantized  # shapes in place of tensors, in the layout of x; None for what is not made
     column_shapes: Quantized
 
@@ -104,12 +107,14 @@ class _Plan(NamedTuple):
 def _plan(
     shape: tuple[int, int], dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None,
     rows_form: str, columns_form: str, streams_equal: bool, by_eights: bool, convert: int = 0,
+    xorsign: bool = False, far: bool = False,
 ) -> _Plan:  # fmt: skip
     height, width = shape
     needed = max(rows.block[0] if rows else 1, columns.group if columns else 1)  # rows of x in one block
     columns_packed = columns is not None and columns_form != "decoded"
     tile = tiles.fit(_kind(rows, columns, columns_packed), height, width, needed)
-    programs = -(-height // tile.rows) * -(-width // tile.columns) if rows is not None or columns is not None else 0
+    tiles_i, tiles_j = -(-height // tile.rows), -(-width // tile.columns)
+    strips = tiles.strips(tile, tiles_i, tiles_j) if tiles_j and (rows is not None or columns is not None) else 0
     both_draw = rows is not None and columns is not None and rows.stochastic and columns.stochastic
     vector = 16 // dtype.itemsize
     constants = dict(
@@ -117,9 +122,11 @@ def _plan(
         BI=tile.rows, BJ=tile.columns, ROW_VECTOR=vector, COLUMN_VECTOR=tile.vector or vector, BY_EIGHTS=by_eights,
         ONE_DRAW=both_draw and streams_equal and rows.rounding == columns.rounding,
         **_constants("ROW", rows, True), **_constants("COLUMN", columns, False), CONVERT=convert,
+        XORSIGN=xorsign, FAR=far,
     )  # fmt: skip
     row_shapes, column_shapes = _shapes(shape, rows, rows_form, 1), _shapes(shape, columns, columns_form, 0)
-    return _Plan(Work(programs, constants, tile.warps), row_shapes, column_shapes)
+    registers = tile.registers if dtype.itemsize == 2 else 0
+    return _Plan(Work(strips * tiles_j, constants, tile.warps, registers), strips, row_shapes, column_shapes)
 
 
 def _constants(name: str, scheme: Scheme | None, along_rows: bool) -> dict:
@@ -193,7 +200,7 @@ def planned(rows: Scheme | None, columns: Scheme | None, convert: int) -> _Plan:
 
 def compile_arguments(rows: Scheme | None, columns: Scheme | None, plan: _Plan) -> tuple[dict, dict]:
     """(signature, constexprs) of that launch, for ``instructions.compile_for``."""
-    sizes = ("height", "width", "stride", "row_stream", "column_stream", "draw_i", "draw_j", "draw_width")
+    sizes = ("height", "width", "stride", "strips", "row_stream", "column_stream", "draw_i", "draw_j", "draw_width")
     signature = {"x_ptr": "*i16", **dict.fromkeys(sizes, "i32")}
     constants = dict(plan.work.constants)
     if any(scheme is not None and scheme.random for scheme in (rows, columns)):

@@ -2,44 +2,56 @@
 
 import triton
 import triton.language as tl
-from nvfp4_kernels.triton import codecs, codecs_sm100, scales
+from nvfp4_kernels.triton import codecs, codecs_sm100, packed, scales
 from nvfp4_kernels.triton.hadamard import rotate
 from nvfp4_kernels.triton.philox import inverted_draws
 
 
 @triton.jit
 def _form(
-    x, up16, s_enc_6, s_dec, lift, codes_ptr, scales_ptr, operand_ptr, i0, j0, height, width, padded_i, padded_j,
-    EVEN: tl.constexpr, VECTOR: tl.constexpr, ALONG_ROWS: tl.constexpr,
+    x, bits, up16, s_enc_6, s_dec, lift, codes_ptr, scales_ptr, operand_ptr, i0, j0, height, width, padded_i, padded_j,
+    EXACT: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, ALONG_ROWS: tl.constexpr,
     RULE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, ROUNDING: tl.constexpr,
-    N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ORDINARY: tl.constexpr, CONVERT: tl.constexpr,
+    N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ORDINARY: tl.constexpr,
+    CONVERT: tl.constexpr, XORSIGN: tl.constexpr,
 ):  # fmt: skip
-    """One form of the tile ``x`` float32 [BI, BJ] at (i0 int64, j0), in blocks of BR x BC of x; stored where asked."""
+    """One form of the tile ``x`` float32 [BI, BJ] at (i0 int64, j0), in blocks of BR x BC of x; stored where asked.
+
+    ``bits``: x in bfloat16, at least its signs, or all of it if EXACT.
+    """
     BI: tl.constexpr = x.shape[0]
     BJ: tl.constexpr = x.shape[1]
     blocks: tl.constexpr = (BI // BR, BR, BJ // BC, BC)
     if N > 0:
-        x = rotate(x, N, MASK, FACTOR, ALONG_ROWS)
+        bits = rotate(x, N, MASK, FACTOR, ALONG_ROWS)
+        x = packed.widened(bits, True)
+    block_amax = _block_amax(x, bits, BR, BC, VECTOR, EXACT or N > 0, ALONG_ROWS, XORSIGN)  # [BI / BR, BJ / BC]
     x = tl.reshape(x, blocks)
-    block_amax = codecs.largest_magnitude(codecs.largest_magnitude(x, 3), 1)  # [BI / BR, BJ / BC]
+    bits = tl.reshape(bits, blocks)
     if RULE == "nvfp4":
         scale, encode = scales.nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY)
         if not ORDINARY:
             x = x * lift
     else:
         scale, encode = scales.mx_scales(block_amax, RULE == "ceil")
-    y = x * encode[:, None, :, None]
+    encode = encode[:, None, :, None]
 
     if ROUNDING > 0:
+        y = x * encode
         up16 = tl.reshape(up16, blocks)
     if operand_ptr is not None:
         if ROUNDING > 0:
             scale_bits = tl.broadcast_to(codecs.bfloat16_bits(scale)[:, None, :, None], blocks)
-            value = codecs.stochastic_operand(y, up16, scale_bits, ROUNDING == 2)
+            value = codecs.stochastic_operand(y, up16, scale_bits, ROUNDING == 2, XORSIGN)
         else:
-            value = codecs.bfloat16_bits(codecs.e2m1_nearest(y) * scale[:, None, :, None])
+            wide: tl.constexpr = RULE != "nvfp4"
+            value = packed.nearest_operand(
+                x, bits, tl.broadcast_to(encode, blocks), tl.broadcast_to(scale[:, None, :, None], blocks), wide
+            )
         value = tl.reshape(value, (BI, BJ))
-        _store(operand_ptr, value, i0, j0, padded_i if N > 0 else height, padded_j if N > 0 else width, VECTOR, EVEN)
+        operand_i = padded_i if N > 0 else height
+        operand_j = padded_j if N > 0 else width
+        _store(operand_ptr, value, i0, j0, operand_i, operand_j, VECTOR, EVEN, not ALONG_ROWS)
     if codes_ptr is not None:
         keep = tl.where(scale == scale, 0xFF, 0).to(tl.uint8)[:, None, :, None]  # no code means NaN, the scale does
         if ROUNDING == 2 and CONVERT == 2:  # by the instruction for it
@@ -51,17 +63,42 @@ def _form(
             code = codecs.e2m1_code(codecs.e2m1_stochastic(y, up16, ROUNDING == 2))
             low, high = _pairs(code, ALONG_ROWS)
             pair = (low | (high << 4)).to(tl.uint8) & keep
-        else:
-            low, high = _pairs(y, ALONG_ROWS)
+        elif CONVERT > 0:
+            low, high = _pairs(x * encode, ALONG_ROWS)
             pair = codecs_sm100.nearest_codes(low, high, tl.broadcast_to(keep, low.shape), CONVERT)
+        else:
+            low, high = _pairs(x, ALONG_ROWS)
+            low_bits, high_bits = _pairs(bits, ALONG_ROWS)
+            pair = packed.nearest_codes(
+                low, high, low_bits, high_bits, tl.broadcast_to(encode, low.shape), tl.broadcast_to(keep, low.shape)
+            )
         if ALONG_ROWS:
             pair = tl.reshape(pair, (BI, BJ // 2))
-            _store(codes_ptr, pair, i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN)
+            _store(codes_ptr, pair, i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN, False)
         else:
             pair = tl.reshape(pair, (BI // 2, BJ))
-            _store(codes_ptr, pair, i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN)
-        byte = codecs.e4m3_byte(scale) if RULE == "nvfp4" else codecs.e8m0_byte(scale)
-        _store(scales_ptr, byte.to(tl.uint8), i0 // BR, j0 // BC, padded_i // BR, padded_j // BC, 8, EVEN)
+            _store(codes_ptr, pair, i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN, True)
+        byte = (codecs.e4m3_byte(scale) if RULE == "nvfp4" else codecs.e8m0_byte(scale)).to(tl.uint8)
+        _store(scales_ptr, byte, i0 // BR, j0 // BC, padded_i // BR, padded_j // BC, 8, EVEN, not ALONG_ROWS)
+
+
+@triton.jit
+def _block_amax(
+    x, bits, BR: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, XORSIGN: tl.constexpr,
+):
+    """The largest magnitude of each block, float32 [BI / BR, BJ / BC]; NaN where one is."""
+    BI: tl.constexpr = x.shape[0]
+    BJ: tl.constexpr = x.shape[1]
+    WAY: tl.constexpr = 0 if not EXACT else 1 if BC == 1 else 2 if ALONG_ROWS else 0
+    if WAY == 1:
+        found = tl.abs(codecs.to_float32(packed.largest_of_rows(tl.reshape(bits, (BI // BR, BR, BJ)), XORSIGN), True))
+    else:
+        if WAY == 2:
+            x = codecs.to_float32(packed.largest_of_runs(bits, VECTOR, XORSIGN), True)
+        blocks: tl.constexpr = (BI // BR, BR, BJ // BC, x.shape[1] * BC // BJ)
+        found = codecs.largest_magnitude(codecs.largest_magnitude(tl.reshape(x, blocks), 3), 1)
+    return found
 
 
 @triton.jit
@@ -80,34 +117,54 @@ def _pairs(x, ALONG_ROWS: tl.constexpr):
 @triton.jit
 def _load(
     pointer, stride, i0, j0, height, width,
-    BI: tl.constexpr, BJ: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    BI: tl.constexpr, BJ: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """The tile at (i0, j0) as it is stored, zeros outside; a thread holds VECTOR neighbours of a row."""
-    i = i0 + tl.arange(0, BI)
-    j = tl.max_contiguous(j0 + tl.arange(0, BJ), VECTOR)
-    pointers = pointer + i[:, None] * stride + j[None, :]
-    if EVEN:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(i < height)[:, None] & (j < width)[None, :], other=0)
+    pointers, inside = _places(pointer, stride, i0, j0, height, width, BI, BJ, VECTOR, DEEP)
+    tile = tl.load(pointers) if EVEN else tl.load(pointers, mask=inside, other=0)
+    return tl.reshape(tile, (BI, BJ))
 
 
 @triton.jit
-def _store(pointer, tile, i0, j0, height, width, VECTOR: tl.constexpr, EVEN: tl.constexpr):
+def _store(pointer, tile, i0, j0, height, width, VECTOR: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr):
     """``tile`` at (i0, j0) of a contiguous [height, width], VECTOR elements at once: as a thread holds them."""
-    i = i0 + tl.arange(0, tile.shape[0])
-    j = j0 + tl.arange(0, tile.shape[1])
-    j = tl.max_contiguous(j, VECTOR)
-    pointers = pointer + i[:, None] * width + j[None, :]
+    BI: tl.constexpr = tile.shape[0]
+    BJ: tl.constexpr = tile.shape[1]
+    pointers, inside = _places(pointer, width, i0, j0, height, width, BI, BJ, VECTOR, DEEP)
+    tile = tl.reshape(tile, pointers.shape)
     if EVEN:
         tl.store(pointers, tile)
     else:
-        tl.store(pointers, tile, mask=(i < height)[:, None] & (j < width)[None, :])
+        tl.store(pointers, tile, mask=inside)
+
+
+@triton.jit
+def _places(
+    pointer, stride, i0, j0, height, width,
+    BI: tl.constexpr, BJ: tl.constexpr, VECTOR: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """(pointers, which are inside) of a tile [BI, BJ] at (i0, j0), or [1, BI, BJ] if DEEP.
+
+    The compiler gives all tiles of one shape, between which it sees a connection, one layout: the widest. The column
+    form, which wants another than the row form, takes another shape.
+    """
+    base = pointer + i0 * stride + j0  # one for the tile: what is left needs 32 bits
+    i = tl.arange(0, BI)
+    j = tl.max_contiguous(tl.arange(0, BJ), VECTOR)
+    below = height - i0
+    right = width - j0
+    if DEEP:
+        pointers = base + (i[None, :, None] * stride + j[None, None, :])
+        inside = (i < below)[None, :, None] & (j < right)[None, None, :]
+    else:
+        pointers = base + (i[:, None] * stride + j[None, :])
+        inside = (i < below)[:, None] & (j < right)[None, :]
+    return pointers, inside
 
 
 @triton.jit
 def _tile(
-    raw, i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
+    i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
     row_s_enc_6, row_s_dec, row_lift, row_codes, row_scales, row_operand,
     column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
     BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
@@ -116,24 +173,23 @@ def _tile(
     ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
     COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    CONVERT: tl.constexpr, ORDINARY: tl.constexpr,
+    CONVERT: tl.constexpr, XORSIGN: tl.constexpr, ORDINARY: tl.constexpr,
 ):  # fmt: skip
-    """The tile of this program, in all the forms that are asked for; ``raw`` is what was loaded for the first."""
+    """The tile of this program, in all the forms that are asked for."""
     up16 = 0
     if ROWS:
         if ROW_ROUNDING > 0:
             up16 = inverted_draws(
                 tl.load(seed_ptr), row_stream, i0 + draw_i, j0 + draw_j, draw_width, BI, BJ, BY_EIGHTS
             )
-            # not earlier: held beside the draws it would take more registers than its early arrival is worth
-            raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, ROW_VECTOR, EVEN)
+        raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, ROW_VECTOR, EVEN, False)
         GROUP: tl.constexpr = ROW_N if ROW_N > ROW_BC else ROW_BC
         _form(
-            codecs.to_float32(raw, BF16_BITS), up16, row_s_enc_6, row_s_dec, row_lift,
+            packed.widened(raw, BF16_BITS), codecs.high_bits(raw, BF16_BITS), up16, row_s_enc_6, row_s_dec, row_lift,
             row_codes, row_scales, row_operand, i0, j0, height, width,
             height if EVEN else tl.cdiv(height, ROW_BR) * ROW_BR, width if EVEN else tl.cdiv(width, GROUP) * GROUP,
-            EVEN, ROW_VECTOR, True, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR, ORDINARY,
-            CONVERT,
+            BF16_BITS, EVEN, ROW_VECTOR, True, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
+            ORDINARY, CONVERT, XORSIGN,
         )  # fmt: skip
     if COLUMNS:
         if COLUMN_ROUNDING > 0:
@@ -142,21 +198,21 @@ def _tile(
                     tl.load(seed_ptr), column_stream, i0 + draw_i, j0 + draw_j, draw_width, BI, BJ, BY_EIGHTS
                 )
         GROUP_I: tl.constexpr = COLUMN_N if COLUMN_N > COLUMN_BR else COLUMN_BR
-        if ROWS:  # loaded anew (from the cache): to keep the tile takes more registers than there are
-            raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, COLUMN_VECTOR, EVEN)
+        # loaded anew (from the cache): to keep the tile takes more registers than there are
+        raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, COLUMN_VECTOR, EVEN, True)
         _form(
-            codecs.to_float32(raw, BF16_BITS), up16, column_s_enc_6, column_s_dec, column_lift,
-            column_codes, column_scales, column_operand,
+            packed.widened(raw, BF16_BITS), codecs.high_bits(raw, BF16_BITS), up16,
+            column_s_enc_6, column_s_dec, column_lift, column_codes, column_scales, column_operand,
             i0, j0, height, width, height if EVEN else tl.cdiv(height, GROUP_I) * GROUP_I,
             width if EVEN else tl.cdiv(width, COLUMN_BC) * COLUMN_BC,
-            EVEN, COLUMN_VECTOR, False, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK,
-            COLUMN_FACTOR, ORDINARY, CONVERT,
+            BF16_BITS, EVEN, COLUMN_VECTOR, False, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING,
+            COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, ORDINARY, CONVERT, XORSIGN,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row_stream", "column_stream", "draw_i", "draw_j", "draw_width"])
+@triton.jit(do_not_specialize=["strips", "row_stream", "column_stream", "draw_i", "draw_j", "draw_width"])
 def quantize_kernel(
-    x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
+    x_ptr, seed_ptr, height, width, stride, strips, row_stream, column_stream, draw_i, draw_j, draw_width,
     row_amax, row_codes, row_scales, row_operand,
     column_amax, column_codes, column_scales, column_operand,
     BF16_BITS: tl.constexpr, EVEN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
@@ -165,21 +221,23 @@ def quantize_kernel(
     ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
     COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    CONVERT: tl.constexpr = 0,
+    CONVERT: tl.constexpr = 0, XORSIGN: tl.constexpr = False, FAR: tl.constexpr = False,
 ):  # fmt: skip
     """Blocks are given as BR rows by BC columns of x, for the column form too. An output that is None is not made.
 
     Draws count the element (i + draw_i, j + draw_j) of a tensor draw_width wide, of which x may be a part.
-    CONVERT: which conversion instructions there are (codecs_sm100.py).
+    CONVERT: which conversion instructions there are (codecs_sm100.py); XORSIGN: see packed.larger_magnitude;
+    FAR: within a tile, offsets need more than 32 bits.
+    Each program goes up a column of tiles, every ``strips``-th from the end: the amax pass went from the beginning,
+    and the cache still holds what it read last.
     """
-    # From the end: the amax pass went from the beginning, and the cache still holds what it read last.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    if FAR:
+        stride = stride.to(tl.int64)
+        width = width.to(tl.int64)
+    tiles_i = tl.cdiv(height, BI)
     tiles_j = tl.cdiv(width, BJ)
-    i0 = (program // tiles_j).to(tl.int64) * BI
-    j0 = (program % tiles_j) * BJ
-    raw = 0
-    if not (ROWS and ROW_ROUNDING > 0):  # on its way while the amax is loaded and two divisions are made of it
-        raw = _load(x_ptr, stride, i0, j0, height, width, BI, BJ, ROW_VECTOR if ROWS else COLUMN_VECTOR, EVEN)
+    j0 = (tl.program_id(0) % tiles_j) * BJ
+    first = tl.program_id(0) // tiles_j
     row_a = 1.0
     row_b = 1.0
     row_lift = 1.0
@@ -195,22 +253,26 @@ def quantize_kernel(
         ordinary = ordinary & scales.is_ordinary(column_b, column_lift)
     # Tensors of tiny amax need a few more steps. They are next to never met, so the others do not pay for them.
     if ordinary:
-        _tile(
-            raw, i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
-            row_a, row_b, row_lift, row_codes, row_scales, row_operand,
-            column_a, column_b, column_lift, column_codes, column_scales, column_operand,
-            BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
-            ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
-            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, CONVERT,
-            True,
-        )  # fmt: skip
+        for strip in range(first, tiles_i, strips):
+            i0 = (tiles_i - 1 - strip).to(tl.int64) * BI
+            _tile(
+                i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
+                row_a, row_b, row_lift, row_codes, row_scales, row_operand,
+                column_a, column_b, column_lift, column_codes, column_scales, column_operand,
+                BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
+                ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
+                COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR,
+                CONVERT, XORSIGN, True,
+            )  # fmt: skip
     else:
-        _tile(
-            raw, i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
-            row_a, row_b, row_lift, row_codes, row_scales, row_operand,
-            column_a, column_b, column_lift, column_codes, column_scales, column_operand,
-            BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
-            ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
-            COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, CONVERT,
-            False,
-        )  # fmt: skip
+        for strip in range(first, tiles_i, strips):
+            i0 = (tiles_i - 1 - strip).to(tl.int64) * BI
+            _tile(
+                i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
+                row_a, row_b, row_lift, row_codes, row_scales, row_operand,
+                column_a, column_b, column_lift, column_codes, column_scales, column_operand,
+                BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
+                ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
+                COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR,
+                CONVERT, XORSIGN, False,
+            )  # fmt: skip

@@ -27,12 +27,11 @@ def is_ordinary(s_dec, lift):
 @triton.jit
 def nvfp4_scales(block_amax, s_enc_6, s_dec, lift, ORDINARY: tl.constexpr):
     """(float32 scale, float32 encode factor) of each block. The scale is NaN where the block or the tensor is."""
-    not_finite = block_amax * 0.0  # NaN or 0
     if ORDINARY:
-        scale = codecs.e4m3_nearest(block_amax * s_enc_6 + not_finite)
+        scale = codecs.e4m3_nearest(tl.fma(block_amax, 0.0, block_amax * s_enc_6))  # NaN also of an Inf
         return scale, tl.minimum(codecs.reciprocal(scale * s_dec), codecs.FLT_MAX)
     else:
-        scale = codecs.e4m3_nearest((block_amax * lift) * s_enc_6 + not_finite)
+        scale = codecs.e4m3_nearest(tl.fma(block_amax, 0.0, (block_amax * lift) * s_enc_6))
         product = scale * s_dec  # at least 2^-149, at most 2^125.4; moved by a power of two where it may be subnormal
         up = tl.where(s_dec < SMALLEST_S_DEC, codecs.LIFT, 1.0)
         return scale, tl.minimum(codecs.reciprocal(product * up) * up, codecs.FLT_MAX)

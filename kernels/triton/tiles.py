@@ -13,29 +13,39 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     vector: int = 0  # neighbours of a row in one thread, for the column form; 0: 16 bytes of them
+    registers: int = 0  # at most for a thread; 0: as many as the compiler likes
 
 
 TABLE = {  # kind of work -> tile for a large tensor
     "rows": Tile(16, 128, 2),
     "square": Tile(16, 128, 2),
-    "columns": Tile(16, 128, 1, vector=4),
-    "columns_stochastic": Tile(16, 256, 2, vector=4),
-    "columns_packed": Tile(16, 512, 2),
+    "columns": Tile(16, 128, 1, vector=4, registers=128),
+    "columns_stochastic": Tile(16, 128, 1, vector=4, registers=168),
+    "columns_packed": Tile(16, 128, 1, vector=4, registers=128),
     "both_packed_stochastic": Tile(16, 512, 4, vector=4),  # for FP4 tensor cores; compiled, not measured
     "amax": Tile(16, 1024, 4),
-    "amax_rotated": Tile(16, 256, 1),
+    "amax_rotated": Tile(16, 512, 2),
     "decode": Tile(16, 512, 8),
 }
 # Each program of the amax walks down its columns: few enough that their atomics cost nothing.
-AMAX_PROGRAMS = {"amax": 132 * 32, "amax_rotated": 132 * 64}
+AMAX_PROGRAMS = {"amax": 132 * 32, "amax_rotated": 132 * 32}
+# Each program of a quantize kernel makes this many tiles, one above the other, unless there were fewer warps than this:
+# it divides twice before the first, and once for all of them is cheaper; with more tiles the last programs end late.
+TILES_OF_ONE = 4
+LEAST_WARPS = 132 * 32
+
+
+def strips(tile: Tile, tiles_i: int, tiles_j: int) -> int:
+    """How many programs share a column of tiles."""
+    return min(tiles_i, max(-(-tiles_i // TILES_OF_ONE), -(-LEAST_WARPS // (tile.warps * tiles_j))))
 
 
 def fit(kind: str, height: int, width: int, rows: int = 16) -> Tile:
     """The tile of ``kind`` for a tensor [height, width]: at least ``rows`` rows, not much wider than the tensor."""
     tile = TABLE[kind]
     columns, warps = tile.columns, tile.warps
-    if rows > tile.rows:  # as many elements for a thread as before
-        columns //= 2
+    if rows > tile.rows:  # as many elements for a thread as before, in a column twice as long
+        tile, columns = tile._replace(registers=0), columns // 2
     # a narrower tile where the last one of a row would be mostly padding
     while columns > 64 and -(-width // columns) * columns > max(1.125 * width, 64):
         columns, warps = columns // 2, max(1, warps // 2)

@@ -11,7 +11,9 @@ from typing import Any
 
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.auditing.matmuls import KINDS
+from nvfp4_train.backend import NATIVE
 from nvfp4_train.formats import FORMATS
+from nvfp4_train.hardware import instruction
 from nvfp4_train.recipe import BF16
 
 
@@ -43,12 +45,13 @@ def described(text: str) -> dict[str, Any]:
 
 
 def table(gemms: list[dict[str, Any]], foreign: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
-    """One row for each GEMM that ran: layer, gemm, both operands, backend, calls, FLOPs, and whether both operands
-    were quantized."""
+    """One row for each GEMM that ran: layer, gemm, both operands, backend, kind of instruction where native,
+    calls, FLOPs, and whether both operands were quantized."""
     rows = [
         {
             "layer": row["layer"], "gemm": row["gemm"], "a": described(row["a"]), "b": described(row["b"]),
-            "backend": row["backend"], "calls": row["calls"], "flops": row["flops"], "ours": True,
+            "backend": row["backend"], "instruction": _instruction(row), "calls": row["calls"],
+            "flops": row["flops"], "ours": True,
             "quantized": scheme_of(row["a"]) is not None and scheme_of(row["b"]) is not None,
         }
         for row in gemms
@@ -56,12 +59,20 @@ def table(gemms: list[dict[str, Any]], foreign: Counter[tuple[str, str]]) -> lis
     plain = described(BF16) | {"format": "high precision"}
     rows += [
         {
-            "layer": where, "gemm": kind, "a": plain, "b": plain, "backend": "torch", "calls": None, "flops": flops,
-            "ours": False, "quantized": False,
+            "layer": where, "gemm": kind, "a": plain, "b": plain, "backend": "torch", "instruction": None,
+            "calls": None, "flops": flops, "ours": False, "quantized": False,
         }
         for (kind, where), flops in foreign.items()
     ]  # fmt: skip
     return rows
+
+
+def _instruction(row: dict[str, Any]) -> str | None:
+    """The kind of matrix instruction of a product that ran native; `audit --kernels` reads it from the code."""
+    if row["backend"] not in NATIVE:
+        return None
+    found = instruction(scheme_of(row["a"]), scheme_of(row["b"]))
+    return found if isinstance(found, str) else found.kind
 
 
 def shares(phases: list[tuple[float, list[dict[str, Any]]]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from nvfp4_kernels.elements import ELEMENTS
 from nvfp4_kernels.reference.hadamard import step_signs
 from nvfp4_kernels.scheme import PER_STEP, Scheme
+from nvfp4_train.auditing.choices import fitted, right_choice, rounded_scales, tile_amax
 from nvfp4_train.auditing.scale_rules import RULES, Scales, candidates, grid, whole_tensor
 
 ELEMENTS_SEEN = 2**18  # of one operand: enough for a share of 1e-4, and a large model takes no longer than a small one
@@ -132,7 +133,7 @@ def agreement(
     z = z[rows]
     seen = F.pad(operand[rows].double(), (0, z.shape[1] - operand.shape[1]))
     blocks = z.view(len(rows), -1, scheme.block[1])  # [R, blocks, block]
-    block_amax = _tile_amax(blocks.abs().amax(2), rows, scheme.block[0])
+    block_amax = tile_amax(blocks.abs().amax(2), rows, scheme.block[0])
     if scheme.clip:
         block_amax = blocks.std(2, correction=0) * scheme.clip
     level = whole if scheme.outer is None else _outer_amax(block_amax, scheme)
@@ -146,7 +147,7 @@ def agreement(
     best: dict[str, Tensor] = {}
     for number, scales in enumerate(tries):
         if corrected:
-            scales = scales._replace(inside=_fitted(blocks, values, scales, magnitudes))
+            scales = scales._replace(inside=fitted(blocks, values, scales, magnitudes))
         at = _compare(blocks, values, scales, scheme, magnitudes)
         at["second"] = torch.full_like(block_amax, float(bool(scheme.select) and number % 2 == 1))
         at["first"] = tries[number].inside
@@ -159,9 +160,12 @@ def agreement(
             break
     found = _summed(best, blocks, block_amax, scheme, magnitudes, largest)
     if corrected:
-        _round_scales(found, best, scheme)
+        for name, value in rounded_scales(best, scheme)._asdict().items():
+            setattr(found, name, value)
     if scheme.select:
-        found.choice = _right_choice(best, blocks, tries[:2], rows, scheme, magnitudes)
+        either = [_compare(blocks, values, scales, scheme, magnitudes)["right"].all(2) for scales in tries[:2]]
+        best["either"] = either[0] & either[1]  # the codes do not tell which of the two it was
+        found.choice = right_choice(best, blocks, tries[:2], rows, scheme, magnitudes)
     return found
 
 
@@ -221,66 +225,6 @@ def _summed(
     )  # fmt: skip
 
 
-def _fitted(blocks: Tensor, values: Tensor, scales: Scales, grid: Tensor) -> Tensor:
-    """MS-EDEN stores another scale than the one it rounds elements with: the one that makes the operand of the codes.
-
-    It must be an E4M3 number, one of the two beside the rounded scale times the correction of its group; the fit gives
-    that number exactly, or none that explains the block.
-    """
-    size = (blocks / scales.unit.unsqueeze(2).clamp(min=1e-300)).abs().clamp(max=grid[-1])
-    above = torch.bucketize(size, grid).clamp(1, len(grid) - 1)
-    code = torch.where(size - grid[above - 1] > grid[above] - size, grid[above], grid[above - 1])
-    fit = (values.abs() * code).sum(2) / code.square().sum(2).clamp(min=1e-300)
-    stored = fit.float().to(torch.float8_e4m3fn).double()
-    near = (stored - scales.inside).abs() <= 0.25 * scales.inside + 2.0**-9  # the second: E4M3's least step
-    return torch.where(near, stored, 0.0)
-
-
-def _round_scales(found: Agreement, at: dict[str, Tensor], scheme: Scheme) -> None:
-    """MS-EDEN rounds scales stochastically, not elements: the counts of the rounding are those of the scales."""
-    exact, scale = at["exact"], at["first"]
-    code = at["nearest"] * exact.sign()
-    inside = scheme.hadamard // scheme.block[1]
-
-    def summed(products: Tensor) -> Tensor:
-        groups = (scale.square() * products.sum(2)).view(len(scale), -1, inside).sum(2)
-        return groups.repeat_interleave(inside, 1)
-
-    overlap = summed(exact * code)
-    wanted = scale * torch.where(overlap == 0, 1.0, summed(exact * exact) / overlap)
-    steps = grid("e4m3").to(wanted.device)
-    above = torch.bucketize(wanted.clamp(max=steps[-1]), steps).clamp(1, len(steps) - 1)
-    lower, upper = steps[above - 1], steps[above]
-    fraction = (wanted - lower) / (upper - lower)
-    told = (wanted < steps[-1]) & (at["dead"] == 0) & at["right"].all(2) & (code != 0).any(2)
-    stored = at["inside"]
-    far = torch.where(fraction > 0.5, lower, upper)
-    apart = torch.minimum(fraction, 1 - fraction).where(told, 0.0)
-    found.farther = int(((stored == far) & told).sum())
-    found.farther_expected, found.farther_variance = float(apart.sum()), float((apart * (1 - apart)).sum())
-    found.lean = float(((stored - wanted) / (upper - lower)).where(told, 0.0).sum())
-    found.lean_variance = float((fraction * (1 - fraction)).where(told, 0.0).sum())
-
-
-def _right_choice(
-    at: dict[str, Tensor], blocks: Tensor, pair: list[Scales], rows: Tensor, scheme: Scheme, grid: Tensor
-) -> float:
-    """The share of blocks that took the scale with the smaller error of rounding to nearest (four over six)."""
-    errors = []
-    for scales in pair:
-        size = (blocks / scales.unit.unsqueeze(2).clamp(min=1e-300)).abs().clamp(max=grid[-1])
-        above = torch.bucketize(size, grid).clamp(1, len(grid) - 1)
-        code = torch.where(size - grid[above - 1] > grid[above] - size, grid[above], grid[above - 1])
-        error = (code * scales.unit.unsqueeze(2) - blocks.abs()).abs()
-        error = error.square() if scheme.select == "mse" else error
-        error = error.amax(2) if scheme.select == "max" else error.sum(2)
-        errors.append(_tile_sum(error, rows, scheme.block[0], scheme.select == "max"))
-    six, four = errors
-    clear = (six - four).abs() > 1e-5 * (six + four)  # closer than that, float32 sums may tell otherwise
-    right = ((four < six).double() == at["second"]) | ~clear
-    return float(right.double().mean())
-
-
 def _outer_amax(block_amax: Tensor, scheme: Scheme) -> Tensor:
     inside = scheme.outer[1] // scheme.block[1]
     return block_amax.view(len(block_amax), -1, inside).amax(2).repeat_interleave(inside, 1)
@@ -293,26 +237,6 @@ def _rows_seen(rows: int, columns: int, tile: int) -> Tensor:
         return torch.arange(rows)
     tail = (rows - 1) // tile * tile - (most // 2 // tile - 1) * tile
     return torch.cat([torch.arange(most // 2 // tile * tile), torch.arange(tail, rows)])
-
-
-def _tile_amax(block_amax: Tensor, rows: Tensor, tile: int) -> Tensor:
-    """The amax of a tile on each of its rows; ``rows`` are the row numbers, whole tiles."""
-    if tile == 1:
-        return block_amax
-    number = torch.unique(rows // tile, return_inverse=True)[1]
-    index = number[:, None].expand_as(block_amax)
-    largest = torch.zeros_like(block_amax[: int(number.max()) + 1])
-    return largest.scatter_reduce_(0, index, block_amax, "amax").gather(0, index)
-
-
-def _tile_sum(error: Tensor, rows: Tensor, tile: int, largest: bool) -> Tensor:
-    if tile == 1:
-        return error
-    if largest:
-        return _tile_amax(error, rows, tile)
-    number = torch.unique(rows // tile, return_inverse=True)[1]
-    index = number[:, None].expand_as(error)
-    return torch.zeros_like(error[: int(number.max()) + 1]).scatter_add_(0, index, error).gather(0, index)
 
 
 def signs_of(source: Tensor, transposed: bool, operand: Tensor, scheme: Scheme) -> tuple[int, float]:

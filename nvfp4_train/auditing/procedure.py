@@ -5,31 +5,28 @@ The model, its gradients, its buffers and torch's generators are left as they we
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nvfp4_train import ledger
 from nvfp4_train.auditing import chain_rule, coverage
 from nvfp4_train.auditing.evidence import Call, Tape
-from nvfp4_train.auditing.expectations import TICKS, Point, kept, points, texts_at, weights_match_at
+from nvfp4_train.auditing.expectations import TICKS, Point, points, texts_at, weights_match_at
 from nvfp4_train.auditing.findings import Audit, Verdicts
+from nvfp4_train.auditing.gradients import gradients
 from nvfp4_train.auditing.matmuls import ForeignMatmuls
 from nvfp4_train.auditing.statistics import operand_statistics
+from nvfp4_train.auditing.steps import Loss, backward_of, left_as_found, nudge
 from nvfp4_train.auditing.switches import Others, Switches, repeated_seeds
+from nvfp4_train.auditing.who_ran import received, skipped, who_ran
 from nvfp4_train.conversion import converted_layers, set_progress
 from nvfp4_train.linear import QuantizedLinear
 from nvfp4_train.recipe import BF16, Recipe, load_recipe
-from nvfp4_train.survey import Survey, is_convertible
-
-Loss = Callable[[], Tensor]
-MOVED = ("plan", "quantizer_step", "reached")  # what set_progress changes in a layer
-NUDGE = 0.05  # of a weight's standard deviation: what the audit's own "optimizer step" moves, enough to change codes
 
 
 def audit(
@@ -59,7 +56,7 @@ def audit(
     wanted = _recipe_of(inner, recipe)
     result = Audit(wanted.name)
     verdicts = Verdicts()
-    with _left_as_found(inner) as reset:
+    with left_as_found(inner) as reset:
         _Run(inner, losses, wanted, total_steps, verdicts, result, reset).everything()
     if require is not None and result.coverage["quantized"] < require:
         verdicts.failed(
@@ -114,14 +111,14 @@ class _Run:
             rows = coverage.table(log.gemms(), foreign.flops)
             parts.append((weight, rows))
             if number == 0:
-                self._who_ran(rows, foreign)
+                who_ran(self.model, self.recipe, self.layers, foreign, self.verdicts)
                 self.result.notes += [f"{count} x {what}" for what, count in foreign.unknown.items()]
                 if self.compiled:
                     self._compiled_step(log, at)
                 self._after_an_optimizer_step(at)
         self.switches.conclude()
         self.result.coverage = coverage.shares(parts) | {"phases": [rows for _, rows in parts]}
-        self.result.coverage["skipped"] = self._skipped(parts[0][1])
+        self.result.coverage["skipped"] = skipped(self.model, self.recipe, self.layers, parts[0][1])
         self.result.coverage["sentence"] = coverage.sentence(self.result.coverage)
         self.result.statistics = operand_statistics(self.switches)
 
@@ -149,7 +146,7 @@ class _Run:
             stack.enter_context(tape.hooked(self.modules if hooks else {}))
             stack.enter_context(foreign.watching(self.model))
             for loss in losses:
-                _backward(loss)
+                backward_of(loss)
         return tape, log, foreign
 
     @torch.no_grad()
@@ -174,7 +171,7 @@ class _Run:
             calls = tape.of_layer(layer)
             if not calls:
                 self.verdicts.failed("not_run", layer, "the layer was converted and never called")
-            chain_rule.gradients(calls, module, self._received(module), self.verdicts)
+            gradients(calls, module, received(self.model, module), self.verdicts)
         repeated_seeds(tape.quantizations, self.verdicts)
 
     def _format(self, call: Call, gemm: str, seen: tuple[str, str], texts: dict[str, str], at: Point) -> bool:
@@ -213,7 +210,7 @@ class _Run:
         self.reset()
         with ledger.observing(tape), ledger.recording() as log:
             for loss in self.losses:
-                _backward(loss)
+                backward_of(loss)
         counts = [
             sorted((r["layer"], r["gemm"], r["a"], r["b"], r["calls"]) for r in table.gemms()) for table in (eager, log)
         ]
@@ -245,22 +242,11 @@ class _Run:
                     chain_rule.right_product(call, gemm, product, self.verdicts)
             chain_rule.same_weight(call, weights_match_at(self.recipe, at), self.verdicts)
 
-    @torch.no_grad()
-    def _nudge(self) -> dict[str, Tensor]:
-        old = {}
-        generator = torch.Generator().manual_seed(0)
-        for label, module in self.modules.items():
-            weight = module.weight
-            old[label] = weight.detach().clone()
-            noise = torch.randn(weight.shape, generator=generator).to(weight)
-            weight.add_(noise * (NUDGE * weight.std() if weight.numel() > 1 else NUDGE))
-        return old
-
     def _after_an_optimizer_step(self, at: Point) -> None:
         """Moves the weights in place, as an optimizer does, and looks whether the next forward uses the new ones."""
         if not self.modules:
             return
-        old = self.switches.others.old_weights = self._nudge()
+        old = self.switches.others.old_weights = nudge(self.modules)
         try:
             tape, _, _ = self._step(self.losses[:1])
             self._judge_weights(tape, at)
@@ -279,110 +265,3 @@ class _Run:
                 if self.switches.judge_product(call, "fprop", fprop):
                     self.verdicts.held("after an optimizer step Fprop uses the new weight")
                 chain_rule.same_weight(call, weights_match_at(self.recipe, at), self.verdicts)
-
-    def _received(self, module: nn.Module) -> dict[str, Tensor | None]:
-        """What the run left in ``.grad`` (or ``main_grad``) of a layer's parameters that no other module uses."""
-        found: dict[str, Tensor | None] = {}
-        for key, parameter in module.named_parameters(recurse=False):
-            users = sum(p is parameter for m in self.model.modules() for p in m._parameters.values())
-            if users == 1:
-                main = getattr(parameter, "main_grad", None)
-                found[key] = main if main is not None and key == "weight" else parameter.grad
-        return found
-
-    def _who_ran(self, rows: list[dict[str, Any]], foreign: ForeignMatmuls) -> None:
-        """Every linear layer is either converted, or kept by the recipe, or named here."""
-        keep = kept(self.model, self.recipe)
-        for name, layer in self.layers.items():
-            if layer in keep:
-                self.verdicts.failed("keep_bf16", name, f"ran quantized, and the recipe keeps it ({keep[layer]})")
-        ran = {where for (_, where), flops in foreign.flops.items() if flops}
-        if self.recipe.quantizes_nothing:
-            if self.layers:
-                told = f"recipe {self.recipe.name} quantizes nothing, and layers are converted"
-                self.verdicts.failed("format", "", told)
-            return
-        survey = Survey(self.model)
-        for name, module in self.model.named_modules():  # not the survey's list: what it forgets must be found, too
-            if name in self.layers or not (isinstance(module, nn.Linear) or is_convertible(module)):
-                continue
-            if module in keep:
-                self.verdicts.held("keep_bf16: a layer that the recipe keeps ran in high precision")
-            elif any(where.startswith(f"{name}.") for where in ran):
-                why = survey.why_not(module) or "nothing is known that would keep it from being converted"
-                self.verdicts.failed(
-                    "not_converted", name, f"a {type(module).__name__} ran in high precision and the recipe does not "
-                    f"keep it: {why}. Name it in keep_bf16 if that is meant",
-                )  # fmt: skip
-        if self.layers:
-            self.verdicts.held("converted layers ran in this library's products", len(self.layers))
-        else:
-            self.verdicts.failed("not_converted", "", "no layer of the model is converted")
-
-    def _skipped(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ran in high precision, each with its share of the step and the reason where there is one."""
-        total = sum(row["flops"] for row in rows) or 1
-        flops: Counter[str] = Counter()
-        for row in rows:
-            if not row["quantized"] and row["gemm"] != "attention":
-                flops[row["layer"]] += row["flops"]
-        keep = kept(self.model, self.recipe)
-        survey = Survey(self.model)
-        parents = {f"{n}.{k}": m for n, m in survey.modules.items() for k in m._parameters}
-        found = []
-        for layer, count in flops.items():
-            module = parents.get(layer) or survey.modules.get(layer)
-            reason = keep.get(module) if module is not None else None
-            if reason is None and module is not None and module in survey.convertible().values():
-                reason = survey.why_not(module) if module not in self.layers.values() else None
-            reason = reason or ("by the recipe" if layer in self.modules else "a product outside any nn.Linear")
-            found.append({"layer": layer, "reason": reason, "share": count / total})
-        attention = sum(row["flops"] for row in rows if row["gemm"] == "attention")
-        if attention:
-            found.append({"layer": "attention", "reason": "products of two activations", "share": attention / total})
-        return sorted(found, key=lambda row: -row["share"])
-
-
-def _backward(loss: Loss) -> None:
-    value = loss()
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError("a loss for the audit must give one number, as a tensor that backward() can start from")
-    if not bool(value.detach().isfinite()):
-        raise ValueError(f"the loss is {float(value.detach())}: nothing can be audited on numbers that are not finite")
-    value.backward()
-
-
-@contextmanager
-def _left_as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Puts gradients, buffers, plans and generators back; gives a function that clears the gradients in between."""
-    parameters = list(model.parameters())
-    grads = [p.grad for p in parameters]
-    main = {p: p.main_grad.clone() for p in parameters if getattr(p, "main_grad", None) is not None}
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    layers = list(converted_layers(model).values())
-    kept = [{key: layer.__dict__[key] for key in MOVED if key in layer.__dict__} for layer in layers]
-    cuda = [p.device for p in parameters if p.device.type == "cuda"]
-
-    def reset() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        for parameter in main:
-            parameter.main_grad.zero_()
-
-    with torch.random.fork_rng(devices=sorted({d.index for d in cuda})):
-        try:
-            yield reset
-        finally:
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad
-            with torch.no_grad():
-                for parameter, kept_grad in main.items():
-                    parameter.main_grad.copy_(kept_grad)
-                for buffer, kept_buffer in buffers:
-                    buffer.copy_(kept_buffer)
-            for layer, before in zip(layers, kept, strict=True):
-                for key in MOVED:
-                    layer.__dict__.pop(key, None)
-                layer.__dict__.update(before)
-
-

@@ -73,7 +73,8 @@ def _gemms(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     total = sum(row["flops"] for row in rows) or 1
     summed: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        key = (row["gemm"], _words(row["a"]), _words(row["b"]), row["backend"])
+        ran = " ".join(filter(None, (row["backend"], row.get("instruction"))))
+        key = (row["gemm"], _words(row["a"]), _words(row["b"]), ran)
         entry = summed.setdefault(key, [0, 0, 0.0])
         entry[0] += bool(row["layer"])  # attention in the backward pass has no place of its own
         entry[1] += row["calls"] or 0

@@ -68,12 +68,7 @@ def audit_lines(audits: dict[str, Audit]) -> list[str]:
             f"  high precision  {100 * row['share']:5.1f}%  {row['layer']}  ({row['reason']})"
             for row in found.coverage["skipped"][:8]
         ]
-        lines += [
-            f"  operand     {row['operand']:<18} SQNR {_number(row['sqnr_db'], '5.1f')} dB (worst {row['worst_layer']}), "
-            f"to zero {100 * row['underflow']:.1f}%, saturated {100 * row['saturated']:.1f}%, scales lost "
-            f"{100 * row['scale_underflow']:.2f}%, outliers {row['outlier']:.0f} x rms"
-            for row in by_operand(found.statistics)
-        ]
+        lines += [_operand_line(row) for row in by_operand(found.statistics)]
         if found.sensitivity:
             lines += [
                 f"  adds {row['added']:+.5f} nats  {row['layer']}  ({100 * row['flops']:.1f}% of the quantized FLOPs)"
@@ -85,8 +80,13 @@ def audit_lines(audits: dict[str, Audit]) -> list[str]:
     return lines
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _operand_line(row: dict[str, Any]) -> str:
+    signal = "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.1f} dB (worst {row['worst_layer']})"
+    return (
+        f"  operand     {row['operand']:<18} SQNR {signal}, to zero {100 * row['underflow']:.1f}%, saturated "
+        f"{100 * row['saturated']:.1f}%, scales lost {100 * row['scale_underflow']:.2f}%, outliers "
+        f"{row['outlier']:.0f} x rms"
+    )
 
 
 def save(audits: dict[str, Audit], out: Path) -> None:

@@ -65,7 +65,7 @@ class JobState:
 def compare(experiment: Experiment, out: Path, console: Console) -> list[JobState]:
     """Trains what is missing and returns every job; those that failed say why in `message`."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ExperimentError("compare starts the ranks of its jobs itself: set parallel.ranks and call it without torchrun")
+        raise ExperimentError("compare starts its jobs' ranks itself: set parallel.ranks and call it without torchrun")
     refuse_indivisible(experiment, experiment.parallel.ranks)
     check_wandb(experiment)
     for line in _warnings(experiment):

@@ -48,7 +48,8 @@ NOISE_FLOOR = "noise_floor"
 DATA = "data"  # the folder of the tokens, beside those of the arms
 
 
-FILES = {DATA, "experiment.yaml", "record.json", "report.html", "audit.json"}  # of the run folder; the plots are all .png
+# of the run folder; the plots are all .png
+FILES = {DATA, "experiment.yaml", "record.json", "report.html", "audit.json"}
 
 
 def _is_taken(name: str, taken: set[str]) -> bool:

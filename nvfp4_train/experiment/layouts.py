@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.layer_state import quantizer_state
 from nvfp4_train.linear import QuantizedLinear
 from nvfp4_train.parallel import refuse_cut
 from nvfp4_train.survey import ConversionError, Survey
@@ -30,9 +31,16 @@ def wrap(world: World, experiment: Experiment, model: nn.Module) -> nn.Module:
         # FSDP gathers between blocks, where a graph would break
         for module in _blocks(model) if settings.data == "fsdp" else [model]:
             module.compile()
+    if quantizer_state(model):
+        raise ExperimentError(
+            f"{experiment.path}: a recipe that remembers earlier steps (amax histories, norms of channels) would "
+            "remember other ones on each rank: train it on one rank"
+        )
     if world.tensor_ranks > 1:
         _tensor_parallel(world, experiment, model)
     if settings.data == "fsdp":
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise ExperimentError(f"{experiment.path}: parallel.data: fsdp needs a newer torch: update it, or choose ddp")
         if settings.gather_fp4:
             gather_in_fp4(model, world.data_ranks)
         mesh = world.mesh["data"]

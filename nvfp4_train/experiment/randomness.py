@@ -4,8 +4,12 @@
 |----------------------|-------------------------------------------------------|------------------|
 | initial weights      | its own (`model.py`)                                  | seed             |
 | order of the batches | its own, a pure function of (seed, step) (`data.py`)  | seed             |
-| dropout              | the `dropout` stream kept here                        | seed             |
-| quantizer's draws    | torch's default generator of the device               | arm and seed     |
+| dropout              | the `dropout` stream kept here, begun anew for each   | seed             |
+|                      | microbatch: a pure function of (seed, step, part)     |                  |
+| quantizer's draws    | torch's default generator of the device, seeded anew  | arm and seed     |
+|                      | for each microbatch from (arm, seed, step, part)      |                  |
+
+So a microbatch has the same numbers on whichever rank, and after whatever resume, it is worked on.
 
 Layers take their seeds from torch's default generator, and so does dropout: without the swap below an arm that
 rounds stochastically would see other dropout masks than its control.
