@@ -12,10 +12,17 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,wandb]"
 	touch $@
 
+# what tests hold the kernels and the translation against; without a network they skip, and say so
+.triton-3.6/installed: $(VENV)/installed
+	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==3.6.0 && touch $@
+
+.te/installed: $(VENV)/installed
+	-$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest $(@D) transformer-engine==2.20.2 && touch $@
+
 demo: $(VENV)/installed
 	$(BIN)/nvfp4-train compare experiments/quickstart.yaml --out runs/quickstart
 
-test: $(VENV)/installed
+test: $(VENV)/installed .triton-3.6/installed .te/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # the whole GPU suite, on a machine with a CUDA device
@@ -30,4 +37,4 @@ package-check: $(VENV)/installed
 	$(BIN)/python tests/package_check.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .triton-3.6 .te build dist *.egg-info

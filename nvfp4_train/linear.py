@@ -18,7 +18,7 @@ from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import layer_state, ledger, linear_mechanisms
 from nvfp4_train.backend import Backend, choose
 from nvfp4_train.gemm import matmul
-from nvfp4_train.quantization import BF16, INPUT_TYPES, STREAM, QuantizedTensor, draw_seed, quantize_both
+from nvfp4_train.quantization import BF16, INPUT_TYPES, STREAM, QuantizedTensor, draw_seed, needs_seed, quantize_both
 from nvfp4_train.recipe import LinearPlan, Recipe, load_recipe
 from nvfp4_train.sharding import Layout, is_sharded, shared_seed
 from nvfp4_train.weight_cache import CachedWeight, quantized_weight
@@ -35,11 +35,13 @@ class LinearFunction(torch.autograd.Function):
         needs_dx, needs_dw = needs
         shared_weight = needs_dx and keep and transposes_exactly(plan)
         options = dict(seed=seed, backend=backend.quantize, where=where)
+        # without the layer's own seed, layers that share an input (q, k, v) quantize it once when they are compiled
+        input_options = options if needs_seed(plan.fprop_input, plan.wgrad_input) else options | {"seed": None}
 
         x_q, xt_q = quantize_both(
             x, plan.fprop_input, plan.wgrad_input if needs_dw else None, stream=STREAM["input"],
             rows_form=backend.operand_form, columns_form="packed", rows_name="fprop.input", columns_name="wgrad.input",
-            part=layout and layout.input, **options,
+            part=layout and layout.input, **input_options,
         )  # fmt: skip
         w_q = quantized_weight(
             weight, plan.fprop_weight, cache, stream=STREAM["weight"],

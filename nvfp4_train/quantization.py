@@ -171,9 +171,7 @@ def quantize_both(
     tensors: list[Tensor] = []
     amaxes = None
     if quantized_rows or quantized_columns:
-        if not (_stochastic(quantized_rows) or _stochastic(quantized_columns)):
-            seed = None
-        elif seed is None:
+        if seed is None and needs_seed(quantized_rows, quantized_columns):
             seed = draw_seed(x, where)
             seed = seed if part is None else shared_seed(seed, part.group)
         if seed is None and torch.compiler.is_compiling():
@@ -221,8 +219,9 @@ def _scheme_text(spec: OperandSpec | str) -> str:
     return BF16 if spec.scheme is None else str(spec.scheme)
 
 
-def _stochastic(scheme: str | None) -> bool:
-    return scheme is not None and Scheme.parse(scheme).random
+def needs_seed(*schemes: str | None) -> bool:
+    """Whether quantizing so draws random numbers, for elements, scales or signs."""
+    return any(scheme not in (None, BF16) and Scheme.parse(scheme).random for scheme in schemes)
 
 
 def _check_input(x: Tensor) -> None:
@@ -381,7 +380,7 @@ def _amaxes_op(x: Tensor, rows: str | None, columns: str | None, seed: Tensor | 
     schemes = [scheme if scheme is not None and scheme.has_global_scale else None for scheme in schemes]
     kernels = _kernels(_able(backend, *schemes))
     if x.numel() and kernels is not reference:
-        return kernels.amax_vector(x, *schemes)
+        return kernels.amax_vector(x, *schemes, seed)
     found = x.new_zeros(3, dtype=torch.float32)
     if x.numel():
         amaxes = kernels.global_amax(x, *schemes, seed)

@@ -93,9 +93,7 @@ def global_amax(
     )
 
 
-def amax_vector(
-    x: Tensor, rows: Scheme | None, columns: Scheme | None, seed: Tensor | None = None
-) -> Tensor:
+def amax_vector(x: Tensor, rows: Scheme | None, columns: Scheme | None, seed: Tensor | None = None) -> Tensor:
     """float32 [3]: the amax of ``x`` as it is, rotated along its rows, rotated along its columns, from one read.
 
     0 where neither form asks for it. Both schemes, where given, have a global scale.

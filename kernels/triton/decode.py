@@ -42,9 +42,7 @@ def decode_kernel(
     rows: tl.constexpr = (CI * BR) // BI  # of codes, in a block
     columns: tl.constexpr = (CJ * BC) // BJ
     blocks: tl.constexpr = (BI // BR, rows, BJ // BC, columns)
-    low, high = packed.decoded(
-        tl.reshape(pair, blocks), tl.broadcast_to(scale[:, None, :, None], blocks)
-    )
+    low, high = packed.decoded(tl.reshape(pair, blocks), tl.broadcast_to(scale[:, None, :, None], blocks))
     both = tl.join(tl.reshape(low, (CI, CJ)), tl.reshape(high, (CI, CJ)))  # [CI, CJ, 2]
     if not ALONG_ROWS:
         both = tl.permute(both, (0, 2, 1))

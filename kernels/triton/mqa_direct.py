@@ -31,7 +31,8 @@ class Tile(NamedTuple):
 
 
 NARROW, WIDE = Tile(), Tile()  # in E5M2 and in bfloat16
-SECOND = Tile(columns=128, programs=132 * 8)  # where the kernel runs only if another could not: leaving costs a little, too
+# Where the kernel runs only if another could not: programs that leave at once cost a little, too.
+SECOND = Tile(columns=128, programs=132 * 8)
 
 RANGE, PAGED, LISTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

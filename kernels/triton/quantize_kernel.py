@@ -86,7 +86,7 @@ def _form(
 def _block_amax(
     x, bits, BR: tl.constexpr, BC: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
     ALONG_ROWS: tl.constexpr, XORSIGN: tl.constexpr,
-):
+):  # fmt: skip
     """The largest magnitude of each block, float32 [BI / BR, BJ / BC]; NaN where one is."""
     BI: tl.constexpr = x.shape[0]
     BJ: tl.constexpr = x.shape[1]

@@ -14,11 +14,12 @@ class Tile(NamedTuple):
     warps: int
     vector: int = 0  # neighbours of a row in one thread, for the column form; 0: 16 bytes of them
     registers: int = 0  # at most for a thread; 0: as many as the compiler likes
+    each: int = 4  # tiles one above the other that a program of a quantize kernel makes
 
 
 TABLE = {  # kind of work -> tile for a large tensor
     "rows": Tile(16, 128, 2),
-    "square": Tile(16, 128, 2),
+    "square": Tile(16, 128, 2, each=1),
     "columns": Tile(16, 128, 1, vector=4, registers=128),
     "columns_stochastic": Tile(16, 128, 1, vector=4, registers=168),
     "columns_packed": Tile(16, 128, 1, vector=4, registers=128),
@@ -29,15 +30,14 @@ TABLE = {  # kind of work -> tile for a large tensor
 }
 # Each program of the amax walks down its columns: few enough that their atomics cost nothing.
 AMAX_PROGRAMS = {"amax": 132 * 32, "amax_rotated": 132 * 32}
-# Each program of a quantize kernel makes this many tiles, one above the other, unless there were fewer warps than this:
-# it divides twice before the first, and once for all of them is cheaper; with more tiles the last programs end late.
-TILES_OF_ONE = 4
+# A program of a quantize kernel divides twice before its first tile: cheaper once for several of them, unless memory is
+# what it waits for. Fewer tiles where the programs would have fewer warps than this together.
 LEAST_WARPS = 132 * 32
 
 
 def strips(tile: Tile, tiles_i: int, tiles_j: int) -> int:
     """How many programs share a column of tiles."""
-    return min(tiles_i, max(-(-tiles_i // TILES_OF_ONE), -(-LEAST_WARPS // (tile.warps * tiles_j))))
+    return min(tiles_i, max(-(-tiles_i // tile.each), -(-LEAST_WARPS // (tile.warps * tiles_j))))
 
 
 def fit(kind: str, height: int, width: int, rows: int = 16) -> Tile:

@@ -40,7 +40,7 @@ def wrap(world: World, experiment: Experiment, model: nn.Module) -> nn.Module:
         _tensor_parallel(world, experiment, model)
     if settings.data == "fsdp":
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-            raise ExperimentError(f"{experiment.path}: parallel.data: fsdp needs a newer torch: update it, or choose ddp")
+            raise ExperimentError(f"{experiment.path}: parallel.data: fsdp needs a newer torch; or choose ddp")
         if settings.gather_fp4:
             gather_in_fp4(model, world.data_ranks)
         mesh = world.mesh["data"]
