@@ -4,8 +4,8 @@ from nvfp4_train.auditing import Audit, audit
 from nvfp4_train.conditions import grad_to_noise
 from nvfp4_train.conversion import ConversionReport, bf16_forward, convert, set_progress
 from nvfp4_train.experts import QuantizedExperts
-from nvfp4_train.exporting import export
-from nvfp4_train.exporting_loading import load_exported
+from nvfp4_train.exporting.loading import load_exported
+from nvfp4_train.exporting.writing import export
 from nvfp4_train.gemm import matmul
 from nvfp4_train.indexer import Attention, LightningIndexer, indexer_kl
 from nvfp4_train.layer_state import load_quantizer_state, quantizer_state

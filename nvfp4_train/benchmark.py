@@ -18,6 +18,7 @@ from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.backend import choose
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.linear import QuantizedLinear, transposes_exactly
+from nvfp4_train.quantize_ops import kernels_of
 from nvfp4_train.recipe import LinearPlan, load_recipe
 
 LINEAR_SHAPES = {"cuda": [(16384, 4096, 4096), (16384, 4096, 14336), (8192, 8192, 8192)], "cpu": [(1024, 256, 256)]}
@@ -231,9 +232,7 @@ def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, r
     x = torch.randn(rows, columns, device=target, dtype=torch.bfloat16)
     seed = torch.tensor(7, device=target)
     other = torch.empty_like(x)
-    from nvfp4_train.quantization import _kernels
-
-    kernels = _kernels(choose(target).quantize)
+    kernels = kernels_of(choose(target).quantize)
     plan = load_recipe("nvidia_nvfp4").plan(0.0)
     row16, tile, sr, sr_rht, rht = (
         Scheme.parse(text)

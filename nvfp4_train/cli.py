@@ -128,7 +128,7 @@ def explain_recipe(
 ) -> None:
     """What a recipe does, where it saves on a model, where it may fail and how to find out."""
     from nvfp4_train.experiment.listing import explanation
-    from nvfp4_train.explaining import explanation_lines
+    from nvfp4_train.explaining.summary import explanation_lines
 
     told = explanation(recipe, model, tokens)
     typer.echo(json.dumps(told, indent=1) if as_json else "\n".join(explanation_lines(told)))

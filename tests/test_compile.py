@@ -104,30 +104,31 @@ def test_checkpointing_gives_the_same_gradients(recipe, reentrant):
 
 def test_opcheck():
     from nvfp4_train.gemm import _matmul_op
-    from nvfp4_train.quantization import _amaxes_op, _decode_op, _quantize_op, quantize
+    from nvfp4_train.quantization import quantize
+    from nvfp4_train.quantize_ops import amaxes_op, decode_op, quantize_op
 
     where, seed = len(ledger.site("opcheck")), torch.tensor(7)
     plan = nt.load_recipe("nvidia_nvfp4").plan(0.0)
     x = torch.randn(40, 33)
     pair = (plan.dgrad_grad_output, plan.wgrad_grad_output)
-    torch.library.opcheck(_amaxes_op, (x, *pair, seed, "reference"), test_utils=("test_schema", "test_faketensor"))
-    amaxes = _amaxes_op(x, *pair, seed, "reference")
+    torch.library.opcheck(amaxes_op, (x, *pair, seed, "reference"), test_utils=("test_schema", "test_faketensor"))
+    amaxes = amaxes_op(x, *pair, seed, "reference")
     for forms in (("both", "both"), ("decoded", "packed")):
         args = (x, *pair, amaxes, seed, 2, *forms, "reference", where, "a", "b", None)
-        torch.library.opcheck(_quantize_op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(quantize_op, args, test_utils=("test_schema", "test_faketensor"))
     for transpose in (False, True):
         q = quantize(x, plan.fprop_input, transpose=transpose)
         args = (q.codes, q.scale_bytes, None, q.scheme_text, q.columns, "reference")
-        torch.library.opcheck(_decode_op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(decode_op, args, test_utils=("test_schema", "test_faketensor"))
     for spec in GENERAL:  # every kind of output: float32 scales and operands, wide codes, outer scales, masks
         text = str(nt.OperandSpec(**spec).scheme)
-        amaxes = _amaxes_op(x, text, text, seed, "reference")
+        amaxes = amaxes_op(x, text, text, seed, "reference")
         args = (x, text, text, amaxes, seed, 2, "both", "both", "reference", where, "a", "b", None)
-        torch.library.opcheck(_quantize_op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(quantize_op, args, test_utils=("test_schema", "test_faketensor"))
         for transpose in (False, True):
             q = quantize(x, text, transpose=transpose, seed=seed)
             args = (q.codes, q.scale_bytes, q.outer_amax, text, q.columns, "reference")
-            torch.library.opcheck(_decode_op, args, test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(decode_op, args, test_utils=("test_schema", "test_faketensor"))
     a = torch.randn(8, 16).bfloat16()
     args = (a, a, torch.tensor(0.5), torch.float32, where, "fprop", "bf16", "bf16", "emulated")
     torch.library.opcheck(_matmul_op, args, test_utils=("test_schema", "test_faketensor"))
@@ -154,3 +155,25 @@ def test_mechanisms_compile_without_graph_breaks(name):
     names = ("fprop_input", "fprop_weight", "dgrad_grad_output", "wgrad_grad_output", "wgrad_input")
     # (Dgrad reads Fprop's quantized weight the other way round)
     assert learned == ({f"quantizer_{key}" for key in names} if name == "delayed" else set())
+
+
+def test_siblings_quantize_their_input_once_and_draw_as_in_eager():
+    """q, k and v share their input; what each of them draws for its own gradient stays its own."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.o = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            return self.o(self.q(x) + self.k(x))
+
+    torch._dynamo.reset()
+    net, x = Block(), torch.randn(48, 32)
+    nt.convert(net, "nvidia_nvfp4")
+    eager = gradients(net, net, x)
+    with ledger.recording() as log:
+        compiled = gradients(torch.compile(net, fullgraph=True), net, x)
+    assert same(eager, compiled)
+    # row and column forms of the shared input and of o's, three weights, three gradients in both forms
+    assert sum(row["calls"] for row in log.operands()) == 2 + 2 + 3 + 6

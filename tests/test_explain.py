@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from nvfp4_train.cli import app
 from nvfp4_train.experiment.compare import _warnings
 from nvfp4_train.experiment.listing import recipe_lines, recipe_rows
-from nvfp4_train.explaining import explain, explanation_lines
-from nvfp4_train.explaining_risks import risks, warnings
+from nvfp4_train.explaining.risks import risks, warnings
+from nvfp4_train.explaining.summary import explain, explanation_lines
 from nvfp4_train.recipe import load_recipe, recipe_names
 
 LLAMA = dict(

@@ -10,8 +10,8 @@ from torch import nn
 import nvfp4_train as nt
 from nvfp4_train import ledger
 from nvfp4_train.conversion import converted_layers
-from nvfp4_train.exporting import ExportError, calibrate, export
-from nvfp4_train.exporting_loading import load_exported
+from nvfp4_train.exporting.loading import load_exported
+from nvfp4_train.exporting.writing import ExportError, calibrate, export
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

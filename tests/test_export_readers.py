@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_export import MOE, TOKENS, model, used_by_fprop
 
 import nvfp4_train as nt
-from nvfp4_train.exporting import export
+from nvfp4_train.exporting.writing import export
 
 transformers = pytest.importorskip("transformers")
 BITS = 2**-22  # the readers multiply by their own float32 form of the global scale: two roundings

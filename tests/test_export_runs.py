@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_experiment import tiny
 
 from nvfp4_train.experiment.train import run_job
-from nvfp4_train.exporting_loading import load_exported
+from nvfp4_train.exporting.loading import load_exported
 from nvfp4_train.recipe import load_recipe
 
 transformers = pytest.importorskip("transformers")

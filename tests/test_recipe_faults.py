@@ -64,7 +64,8 @@ def test_nothing_is_left_to_a_default():
     assert set(faults({"name": "mine", "fprop": "bf16"})) == {"dgrad", "wgrad"}
     no_rule = {key: value for key, value in MX.items() if key != "scale_rule"}
     found = faults(base(wgrad={"grad_output": no_rule, "input": MX}))
-    assert list(found) == ["wgrad.grad_output.scale_rule"] and "expected floor, ceil" in found["wgrad.grad_output.scale_rule"]
+    assert list(found) == ["wgrad.grad_output.scale_rule"]
+    assert "expected floor, ceil" in found["wgrad.grad_output.scale_rule"]
 
 
 @pytest.mark.parametrize(

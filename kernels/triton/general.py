@@ -40,8 +40,7 @@ def fused(scheme: Scheme) -> bool:
 
 
 def amax_of(x: Tensor, scheme: Scheme, columns: bool, seed: Tensor | None, out: Tensor) -> None:
-    """Into ``out``, int32 0-d and zero, the bits of the amax of ``x`` [I, J] after the scheme's rotation along its rows,
-    or its columns."""
+    """The bits of the amax of ``x`` [I, J] after the scheme's rotation, into ``out``, int32 0-d and zero."""
     rows, length, strides = _seen(x, columns)
     key = (rows, length, x.dtype, scheme)
     arguments = (_bits(x), seed if scheme.sign_mask == PER_STEP else None, out, rows, length, *strides)

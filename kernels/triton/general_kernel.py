@@ -90,9 +90,12 @@ def general_kernel(
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, M3: tl.constexpr, FACTOR: tl.constexpr,
     OUTER: tl.constexpr, SELECT: tl.constexpr, CLIP: tl.constexpr, TENSOR: tl.constexpr, FLOAT32_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BR x BC; ``given_ptr``: amax of each row, where a block is the whole row. ``OUTER``: columns of an outer
-    block or 0. ``TENSOR``: one float32 scale and no other. ``ROUNDING`` 0 nearest, 1 and 2 stochastic with 16 and 8
-    bits, 3 of the scales. An output that is None is not made. ``padded``: columns with padding."""
+    """One tile of one form; an output that is None is not made.
+
+    Blocks of BR x BC. ``given_ptr``: the amax of each row, where a block is the whole row. ``OUTER``: columns of an outer
+    block, or 0. ``TENSOR``: one float32 scale and no other. ``ROUNDING``: 0 nearest, 1 and 2 stochastic with 16 and 8
+    bits, 3 of the scales. ``padded``: columns with padding.
+    """
     tiles_c = tl.cdiv(padded, TC)
     r0 = (tl.program_id(0) // tiles_c).to(tl.int64) * TR
     c0 = (tl.program_id(0) % tiles_c).to(tl.int64) * TC

@@ -130,7 +130,7 @@ def spread(x, LENGTH: tl.constexpr, SIZE: tl.constexpr, MULTIPLE: tl.constexpr):
 def four_over_six(
     x, block_amax, level, s_enc, SELECT: tl.constexpr, TOP: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """(values on the E4M3 grid, encode factors) [A, B]; ``x`` float32 [A, BR, B, BC]; ``level``, ``s_enc`` [A, B] or 0-d."""
+    """(values on the E4M3 grid, encode factors) [A, B]; ``x`` float32 [A, BR, B, BC]; ``level``, ``s_enc`` [A, B]."""
     scale = _finite(at_most(over(block_amax, TOP) * s_enc, codecs.FLT_MAX), block_amax)
     six, four = _e4m3(scale), _e4m3(scale * 1.5)
     six_encode, four_encode = encode_factor(six, s_enc + six * 0.0), encode_factor(four, s_enc + four * 0.0)
@@ -162,8 +162,11 @@ def _error(x, scale, encode, level, SELECT: tl.constexpr, TOP: tl.constexpr, RAN
 
 @triton.jit
 def corrected(scaled, grid, scale, up16, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """MS-EDEN: the corrected scales, stochastically rounded to E4M3 [TR, B]; ``scaled``, ``grid`` [TR * B, SIZE] float32,
-    ``scale`` [TR, B], ``up16`` int32 [TR, B]: the draw of each block's first element; ``BLOCKS`` make a Hadamard group."""
+    """MS-EDEN: the corrected scales, stochastically rounded to E4M3 [TR, B].
+
+    ``scaled``, ``grid``: float32 [TR * B, SIZE]. ``scale``: [TR, B]. ``up16``: int32 [TR, B], of the draw of each block's
+    first element. ``BLOCKS`` make a Hadamard group.
+    """
     TR: tl.constexpr = scale.shape[0]
     B: tl.constexpr = scale.shape[1]
     weight = scale * scale

@@ -25,7 +25,7 @@ from nvfp4_train.experiment.progress import Display
 from nvfp4_train.experiment.record import choose_device, job_folder, prepare_run
 from nvfp4_train.experiment.tracking import MetricsReader, check_wandb
 from nvfp4_train.experiment.train import failure_of, read_result
-from nvfp4_train.explaining_risks import warnings
+from nvfp4_train.explaining.risks import warnings
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0

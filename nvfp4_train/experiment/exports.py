@@ -17,7 +17,7 @@ from nvfp4_train.experiment import checkpoint as checkpoints
 from nvfp4_train.experiment.config import DATA
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
 from nvfp4_train.experiment.token_files import TokenFiles
-from nvfp4_train.exporting import ExportError, ExportReport, calibrate, export
+from nvfp4_train.exporting.writing import ExportError, ExportReport, calibrate, export
 from nvfp4_train.recipe import Recipe, load_recipe
 
 CALIBRATION_BATCH = 8

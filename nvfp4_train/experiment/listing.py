@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_train.experiment.errors import ExperimentError
-from nvfp4_train.explaining import explain
-from nvfp4_train.explaining_operands import bits_of, needs, needs_lines
+from nvfp4_train.explaining.operands import bits_of, needs, needs_lines
+from nvfp4_train.explaining.summary import explain
 from nvfp4_train.recipe import GEMMS, Recipe, load_recipe, recipe_names
 
 FOUR_BITS = 4
@@ -18,7 +18,7 @@ def recipe_rows() -> list[dict[str, Any]]:
     """One row a recipe: {name, source, fprop, dgrad, wgrad, four_bits, needs, keep_bf16, schedule, ...}.
 
     A GEMM is a list of its operands, each with its bits a value; ``four_bits`` names the GEMMs whose operands both have
-    4-bit elements; ``needs`` is that of ``explaining_operands.needs``.
+    4-bit elements; ``needs`` is that of ``explaining.operands.needs``.
     """
     rows = []
     for name in recipe_names():

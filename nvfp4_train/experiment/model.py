@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.randomness import generator, isolated
-from nvfp4_train.exporting import ExportError
-from nvfp4_train.exporting_loading import is_exported, load_exported
+from nvfp4_train.exporting.loading import is_exported, load_exported
+from nvfp4_train.exporting.writing import ExportError
 from nvfp4_train.recipe_errors import did_you_mean
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 
 from nvfp4_train.conversion import convert, converted_layers
 from nvfp4_train.experts import is_experts
-from nvfp4_train.explaining_operands import bits_of
+from nvfp4_train.explaining.operands import bits_of
 from nvfp4_train.linear import transposes_exactly
 from nvfp4_train.operands import BF16, OperandSpec
 from nvfp4_train.recipe import GEMMS, Recipe

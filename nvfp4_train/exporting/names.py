@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nvfp4_train.exporting_packing import ExportError
+from nvfp4_train.exporting.packing import ExportError
 
 
 class Piece(NamedTuple):

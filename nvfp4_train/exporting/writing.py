@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_train import exporting_layouts as layouts
 from nvfp4_train import ledger
 from nvfp4_train.conversion import converted_layers
-from nvfp4_train.exporting_layouts import Packed
-from nvfp4_train.exporting_names import Named, checkpoint_names
-from nvfp4_train.exporting_packing import ExportError, kind_of, pack, quantized_weight
+from nvfp4_train.exporting import layouts
+from nvfp4_train.exporting.layouts import Packed
+from nvfp4_train.exporting.names import Named, checkpoint_names
+from nvfp4_train.exporting.packing import ExportError, kind_of, pack, quantized_weight
 from nvfp4_train.sharding import is_sharded
 from nvfp4_train.survey import Survey, is_convertible
 from nvfp4_train.swapping import Quantized

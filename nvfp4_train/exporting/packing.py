@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_kernels.scheme import Scheme
-from nvfp4_train import exporting_layouts as layouts
-from nvfp4_train.exporting_layouts import Packed
+from nvfp4_train.exporting import layouts
+from nvfp4_train.exporting.layouts import Packed
 from nvfp4_train.linear import QuantizedLinear
 from nvfp4_train.quantization import BF16, quantize
 from nvfp4_train.swapping import Quantized

@@ -7,9 +7,9 @@ print("\\n".join(explanation_lines(explanation)))
 from os import PathLike
 from typing import Any
 
-from nvfp4_train.explaining_costs import flops_by_format, model_costs, state_bytes
-from nvfp4_train.explaining_operands import BF16_BITS, bits_of, in_words, needs, needs_lines
-from nvfp4_train.explaining_risks import risks
+from nvfp4_train.explaining.costs import flops_by_format, model_costs, state_bytes
+from nvfp4_train.explaining.operands import BF16_BITS, bits_of, in_words, needs, needs_lines
+from nvfp4_train.explaining.risks import risks
 from nvfp4_train.recipe import GEMMS, Recipe, load_recipe
 
 TOKENS = 2048  # the sequence that activations and attention are counted for, where the model reads as many

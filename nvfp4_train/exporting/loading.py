@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nvfp4_train import exporting_layouts as layouts
-from nvfp4_train.exporting import ExportError
+from nvfp4_train.exporting import layouts
+from nvfp4_train.exporting.writing import ExportError
 
 
 def is_exported(folder: str | os.PathLike) -> bool:

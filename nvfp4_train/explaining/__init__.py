@@ -1,0 +1,1 @@
+"""What a recipe saves, where its risks are and how to verify it, in plain words and numbers."""
