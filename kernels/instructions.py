@@ -12,6 +12,7 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from nvfp4_kernels.ptx import Mma, conversions, matrix_instructions, mma_instructions
@@ -84,7 +85,7 @@ def report(compiled) -> Report:
         target=f"sm_{metadata.target.arch}",
         instructions=tuple(mma_instructions(ptx)),
         registers=registers,
-        spills=_spills(ptx) if stack else 0,  # a stack may be there for other reasons
+        spills=_spills(ptx, metadata) if stack else 0,  # a stack may be there for other reasons
         shared=metadata.shared,
         tensor_memory=getattr(metadata, "tmem_size", 0) or 0,
         mma=tuple(matrix_instructions(ptx)),
@@ -116,21 +117,23 @@ def _disassembled(cubin: bytes, what: str) -> str:
         return subprocess.run([_tool("cuobjdump"), what, file.name], capture_output=True, text=True).stdout
 
 
-def _spills(ptx: str) -> int:
-    """Bytes of spill stores, as the assembler says with the options Triton gives it."""
+def _spills(ptx: str, metadata) -> int:
+    """Bytes of spill stores, as Triton's own assembler for the target says with the options Triton gives it."""
+    # Tritons differ in which of their assemblers serves which target, and one rejects the PTX meant for the other
+    assembler = get_ptxas(metadata.target.arch)
+    options = [] if getattr(metadata, "enable_fp_fusion", False) else ["--fmad=false"]
+    if int(assembler.version.split(".")[0]) >= 13:
+        options.append("--regAllocOptLevel=2")  # Triton's, for these assemblers
     architecture = re.search(r"\.target (\w+)", ptx)[1]
-    blackwell = int(re.search(r"\d+", architecture)[0]) >= 100
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [_tool("ptxas-blackwell" if blackwell else "ptxas"), "-v", "--fmad=false"]
-        command += [f"--gpu-name={architecture}", source, "-o", Path(folder) / "kernel.cubin"]
-        said = subprocess.run(command, capture_output=True, check=True, text=True).stderr
-    found = re.findall(r"(\d+) bytes spill stores", said)
-    assert found, said
+        command = [assembler.path, "-v", *options, f"--gpu-name={architecture}", source]
+        said = subprocess.run([*command, "-o", Path(folder) / "kernel.cubin"], capture_output=True, text=True)
+    found = re.findall(r"(\d+) bytes spill stores", said.stderr)
+    assert found, said.stderr
     return sum(map(int, found))
 
 
 def _tool(name: str) -> Path:
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    return folder / (name if (folder / name).exists() else "ptxas")  # one assembler for all targets in older Tritons
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -17,7 +17,13 @@ GEMMA2 = {
     "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+KEEPS_ALL = {
+    "name": "keeps_all", "dgrad": "bf16", "wgrad": "bf16", "weight_match": False, "keep_bf16": {"modules": ["*"]},
+    "fprop": {
+        "input": {"format": "nvfp4", "block": "1x16", "rounding": "nearest"},
+        "weight": {"format": "nvfp4", "block": "16x16", "rounding": "nearest"},
+    },
+}  # fmt: skip
 
 
 def with_recipe(recipe):
@@ -28,7 +34,7 @@ BAD_INPUT = {
     "unknown key": ({"trainin": {}}, "did you mean 'training'"),
     "unknown recipe": (with_recipe("nvidia_nvfp5"), "did you mean 'nvidia_nvfp4'"),
     "missing recipe file": (with_recipe("own/recipe.yaml"), "own/recipe.yaml"),
-    "recipe that converts nothing": ({"model.config": GPT2}, "converts no layer"),
+    "recipe that converts nothing": (with_recipe(KEEPS_ALL), "converts no layer"),
     "all blocks kept": (with_recipe("nvidia_nvfp4_first2_last8"), "block"),
     "unknown architecture": ({"model.config.model_type": "lama"}, "did you mean 'llama'"),
     "unknown model key": ({"model.config.hiden_size": 3}, "did you mean 'hidden_size'"),

@@ -159,6 +159,13 @@ def test_a_gpu_converts_by_the_instructions_it_has(capability, best, monkeypatch
 @pytest.mark.parametrize("wrong, left", [([(2, 2)], 1), ([(2, 2), (0, 2), (0, 1)], 0)])
 def test_an_instruction_that_gives_other_codes_is_not_used(wrong, left, monkeypatch):
     gpu = Gpu(monkeypatch, (10, 0), wrong)
-    with pytest.warns(UserWarning, match="pairs of codes differ.* integer arithmetic is used"):
+    with pytest.warns(UserWarning, match="pairs of codes differ.* is tried in its place"):
         assert conversion_check.conversion_on(gpu.device) == left
+    conversion_check.conversion_on.cache_clear()
+
+
+def test_integer_arithmetic_that_errs_too_is_refused(monkeypatch):
+    gpu = Gpu(monkeypatch, (10, 0), [(0, 2), (0, 1), (0, 0)])
+    with pytest.warns(UserWarning, match="integer arithmetic is tried"), pytest.raises(RuntimeError, match="reference"):
+        conversion_check.conversion_on(gpu.device)
     conversion_check.conversion_on.cache_clear()

@@ -18,6 +18,7 @@ import triton.language as tl
 from nvfp4_kernels.triton import codecs, packed
 
 INTEGER, NEAREST, STOCHASTIC = 0, 1, 2  # what a kernel's constant CONVERT says: no instruction, the first, both
+NAMES = ("integer arithmetic", "cvt.rn", "cvt.rn and cvt.rs")
 
 
 def conversion(target: str) -> int:

@@ -2,7 +2,8 @@
 
 We have not run Blackwell's conversions, and PTX's text leaves open which random bits of ``cvt.rs`` belong to which
 element. So the first quantization on such a GPU converts a few thousand numbers both ways. Where they differ, the
-integer arithmetic stays: it gives the right codes, only more slowly, and a warning says so.
+integer arithmetic stays: it gives the right codes, only more slowly, and a warning says so; if it errs too, that is an
+error.
 """
 
 import warnings
@@ -31,12 +32,18 @@ def conversion_on(device: torch.device) -> int:
     wrong = differing(device, convert)
     while convert > codecs_sm100.INTEGER and any(wrong.values()):
         warnings.warn(
-            f"{wrong} of {SIZE // 2} pairs of codes differ between this GPU's conversion instructions and the "
-            "definition: integer arithmetic is used, which is right; please report it (nvfp4-train audit --device)",
+            f"{wrong} of {SIZE // 2} pairs of codes differ between this GPU's {codecs_sm100.NAMES[convert]} and the "
+            f"definition: {codecs_sm100.NAMES[convert - 1]} is tried in its place; please report it "
+            "(nvfp4-train audit --device)",
             stacklevel=2,
         )
         convert -= 1
         wrong = differing(device, convert)
+    if any(wrong.values()):
+        raise RuntimeError(
+            f"{wrong} of {SIZE // 2} pairs of codes are wrong on this GPU by integer arithmetic too: choose backend "
+            "'reference', and please report it (nvfp4-train audit --device)"
+        )
     return convert
 
 

@@ -92,9 +92,9 @@ def general_kernel(
 ):  # fmt: skip
     """One tile of one form; an output that is None is not made.
 
-    Blocks of BR x BC. ``given_ptr``: the amax of each row, where a block is the whole row. ``OUTER``: columns of an outer
-    block, or 0. ``TENSOR``: one float32 scale and no other. ``ROUNDING``: 0 nearest, 1 and 2 stochastic with 16 and 8
-    bits, 3 of the scales. ``padded``: columns with padding.
+    Blocks of BR x BC. ``given_ptr``: the amax of each row, where a block is the whole row. ``OUTER``: columns of an
+    outer block, or 0. ``TENSOR``: one float32 scale and no other. ``ROUNDING``: 0 nearest, 1 and 2 stochastic with 16
+    and 8 bits, 3 of the scales. ``padded``: columns with padding.
     """
     tiles_c = tl.cdiv(padded, TC)
     r0 = (tl.program_id(0) // tiles_c).to(tl.int64) * TR
@@ -116,11 +116,11 @@ def general_kernel(
         block_amax = codecs.largest_magnitude(codecs.largest_magnitude(x, 3), 1)
     level = tl.zeros((A, B), tl.float32)
     if OUTER > 0:
-        O: tl.constexpr = TC // OUTER
-        found = codecs.largest_magnitude(tl.reshape(block_amax, (A, O, OUTER // BC)), 2)
+        OUTERS: tl.constexpr = TC // OUTER
+        found = codecs.largest_magnitude(tl.reshape(block_amax, (A, OUTERS, OUTER // BC)), 2)
         found = tl.where(codecs.bits_of(found) >= codecs.INFINITY_BITS, float("nan"), found)
         _put(outer_ptr, found, r0, c0 // OUTER, rows, padded // OUTER, outer_r, outer_c)
-        level = tl.reshape(tl.broadcast_to(found[:, :, None], (A, O, OUTER // BC)), (A, B))
+        level = tl.reshape(tl.broadcast_to(found[:, :, None], (A, OUTERS, OUTER // BC)), (A, B))
     elif RULE == "nvfp4":
         level = tl.broadcast_to(tl.load(amax_ptr), (A, B))
     if CLIP > 0:

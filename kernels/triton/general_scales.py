@@ -164,8 +164,8 @@ def _error(x, scale, encode, level, SELECT: tl.constexpr, TOP: tl.constexpr, RAN
 def corrected(scaled, grid, scale, up16, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
     """MS-EDEN: the corrected scales, stochastically rounded to E4M3 [TR, B].
 
-    ``scaled``, ``grid``: float32 [TR * B, SIZE]. ``scale``: [TR, B]. ``up16``: int32 [TR, B], of the draw of each block's
-    first element. ``BLOCKS`` make a Hadamard group.
+    ``scaled``, ``grid``: float32 [TR * B, SIZE]. ``scale``: [TR, B]. ``up16``: int32 [TR, B], of the draw of each
+    block's first element. ``BLOCKS`` make a Hadamard group.
     """
     TR: tl.constexpr = scale.shape[0]
     B: tl.constexpr = scale.shape[1]

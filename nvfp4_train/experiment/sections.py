@@ -32,7 +32,7 @@ def _choice(*choices: str, what: str) -> BeforeValidator:
 
 
 class ModelSection(Strict):
-    """`config`: keys of a transformers config, with `model_type`. `checkpoint`: a Hugging Face folder, packed or not."""
+    """`config`: keys of a transformers config, with `model_type`. `checkpoint`: a Hugging Face folder."""
 
     config: dict[str, Any] | None = None
     checkpoint: str | None = None
