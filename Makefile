@@ -28,6 +28,8 @@ test: $(VENV)/installed .triton-3.6/installed .te/installed
 # the whole GPU suite, on a machine with a CUDA device
 gpu-test: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/test_triton_quantize.py tests/test_triton_general.py tests/test_recipes_triton.py \
+		tests/test_native.py tests/test_mqa_kernels.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -177,8 +177,16 @@ def _widened(q: Quantized, k: Quantized, scheme: Scheme, weights: Tensor) -> Exp
 
 
 def _blackwell(device: torch.device) -> bool:
-    """FP4 in the matrix unit: 10.0, 10.3, 12.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 12)
+    """FP4 in the matrix unit: 10.0, 10.3, 12.0, 12.1. ValueError where this Triton would compile another product."""
+    if device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (10, 12):
+        return False
+    from nvfp4_kernels.targets import require  # needed there alone
+
+    require(f"sm_{major}{minor}")
+    return True
 
 
 def _hopper(device: torch.device) -> bool:

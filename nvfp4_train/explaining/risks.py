@@ -107,7 +107,7 @@ OPERAND_RISKS = (
         "saturating_scale",
         lambda where, spec, s: s.rule in ("floor", "even") and s.headroom <= 1,
         "the largest elements of a block may saturate (scale rule of the OCP specification); that can diverge",
-        "2506.08027, section 3", AUDIT, serious=True,
+        "2506.08027", AUDIT, serious=True,
     ),
     OperandRisk(
         "stale_scale",
@@ -119,7 +119,7 @@ OPERAND_RISKS = (
         "one_scale",
         lambda where, spec, s: WHOLE in s.block and _four_bits(s),
         "one scale for a whole tensor or row: a single outlier sends most 4-bit elements to zero",
-        "2505.19115, section 3", COMPARE, serious=True,
+        "2505.19115", COMPARE, serious=True,
     ),
     OperandRisk(
         "masked_gradient",
@@ -131,7 +131,7 @@ OPERAND_RISKS = (
         "twice",
         lambda where, spec, s: spec.requantize,
         "quantized twice: the error of Fprop's operand and that of the backward pass add up",
-        "2601.22813, section 4", AUDIT,
+        "2601.22813", AUDIT,
     ),
     OperandRisk(
         "chosen_channels",
@@ -179,7 +179,7 @@ def _of_recipe(recipe: Recipe) -> Iterator[Risk]:
         yield Risk("no_block_kept", "keep_bf16", text, "2509.25149, section 4.1 and appendix E.2", COMPARE)
     if any(phase.when is not None for phase in recipe.schedule):
         text = "a phase waits for a measured condition: in a loop of your own, give set_progress the measurement"
-        yield Risk("measured_switch", "schedule", text, "2505.19115, section 4", COMPARE)
+        yield Risk("measured_switch", "schedule", text, "2505.19115", COMPARE)
     if recipe.oscillation_reset is not None:
         text = "weights are overwritten by their quantized values: in a loop of your own, call after_optimizer_step"
         yield Risk("moves_weights", "oscillation_reset", text, "2510.27527", COMPARE)

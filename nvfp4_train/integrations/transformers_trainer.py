@@ -16,6 +16,7 @@ from os import PathLike
 from transformers import Trainer, TrainerCallback
 
 from nvfp4_train.conversion import ConversionReport, convert, set_progress
+from nvfp4_train.oscillation import after_optimizer_step
 from nvfp4_train.recipe import Recipe, load_recipe
 
 log = logging.getLogger(__name__)
@@ -39,3 +40,7 @@ class ScheduleCallback(TrainerCallback):
         """Before each optimizer step (not each microbatch): ``global_step`` counts the steps done."""
         if set_progress(model, min(state.global_step, state.max_steps), state.max_steps):
             log.info("step %d of %d: the recipe's schedule switched", state.global_step, state.max_steps)
+
+    def on_step_end(self, args, state, control, model=None, **rest) -> None:
+        """After each optimizer step, which ``global_step`` counts by now: recipes that reset oscillating weights."""
+        after_optimizer_step(model, min(state.global_step - 1, state.max_steps), state.max_steps)
