@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nvfp4_kernels.reference import quantize as reference
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.backend import choose
+from nvfp4_train.benchmark_peers import peers
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.linear import QuantizedLinear, transposes_exactly
 from nvfp4_train.quantize_ops import kernels_of
@@ -23,6 +24,9 @@ from nvfp4_train.recipe import LinearPlan, load_recipe
 
 LINEAR_SHAPES = {"cuda": [(16384, 4096, 4096), (16384, 4096, 14336), (8192, 8192, 8192)], "cpu": [(1024, 256, 256)]}
 QUEUE_SECONDS = 0.02
+# A GPU's clock follows the power it draws, with a lag of a tenth of a second. Matrices of few distinct values, as FP4
+# operands are, draw less. In training the load never changes, so each side is also timed at the clock it settles at.
+SETTLED_SECONDS = 0.5
 QUANTIZE_KERNELS = ("quantize_kernel", "amax_kernel", "decode_kernel")
 QUANTIZE_SHAPE = {"cuda": (8192, 8192), "cpu": (512, 512)}
 
@@ -55,17 +59,19 @@ def machine(device: torch.device) -> dict:
     return {"device": name, "torch": torch.__version__, "backend": str(choose(device))}
 
 
-def median_seconds(functions: dict[str, Callable[[], object]], device: torch.device, repeats: int = 20) -> dict:
+def median_seconds(
+    functions: dict[str, Callable[[], object]], device: torch.device, repeats: int = 20, queue: float = QUEUE_SECONDS
+) -> dict:
     """Median time of each function, their calls interleaved so that a drift of the machine meets all alike.
 
-    On a GPU each sample is a queue of calls, as in training: the device waits for the host only where the host is
-    slower than it. ``captured`` takes the host out altogether.
+    On a GPU each sample is a queue of calls of ``queue`` seconds, as in training: the device waits for the host only
+    where the host is slower than it. ``captured`` takes the host out altogether.
     """
     calls = {}
     for name, function in functions.items():
         for _ in range(3):
             function()
-        calls[name] = 1 if device.type != "cuda" else max(1, round(QUEUE_SECONDS / _seconds(function, device, 1)))
+        calls[name] = 1 if device.type != "cuda" else max(1, round(queue / _seconds(function, device, 1)))
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
@@ -137,7 +143,8 @@ def bench_linear(
     repeats: int = 20,
 ) -> list[dict]:
     """One row a shape (tokens, in, out): milliseconds and ratio to BF16 ``nn.Linear``, beside the recipe written in
-    plain PyTorch, eager and compiled (``plain``). No shapes: the standard ones of the device.
+    plain PyTorch, eager and compiled (``plain``). No shapes: the standard ones of the device. On a GPU also both sides
+    as CUDA graphs (``graph``), and so at the clock that each settles at under its own load (``settled``).
 
     Raises ExperimentError for ``weights`` other than bfloat16 or float32.
     """
@@ -167,10 +174,13 @@ def bench_linear(
                 compiled = torch.compile(step)
                 functions["plain_compiled"] = lambda compiled=compiled, arguments=arguments: compiled(*arguments)
         seconds = median_seconds(functions, target, repeats)
+        if target.type == "cuda":
+            sides = {f"{name}_settled": functions[f"{name}_graph"] for name in ("bf16", "quantized")}
+            seconds |= median_seconds(sides, target, max(3, repeats // 5), SETTLED_SECONDS)
         row = {"tokens": tokens, "in": n_in, "out": n_out, "weights": weights}
         row |= {f"{name}_ms": value * 1e3 for name, value in seconds.items()}
         row |= {
-            f"{name}_ratio": value / seconds["bf16_graph" if name == "quantized_graph" else "bf16"]
+            f"{name}_ratio": value / seconds[name.replace("quantized", "bf16") if "quantized" in name else "bf16"]
             for name, value in seconds.items()
             if not name.startswith("bf16")
         }
@@ -227,7 +237,10 @@ def _plain_product(a, b, amax_a, amax_b):
 
 
 def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, repeats: int = 20) -> list[dict]:
-    """One row a kernel: bytes really read and written, GB/s, and the share of a device copy's rate in the same run."""
+    """One row a kernel: bytes really read and written, GB/s, and the share of a device copy's rate in the same run.
+
+    Quantizers of other libraries, eager and compiled, follow where they are installed (``peers``).
+    """
     rows, columns = shape or QUANTIZE_SHAPE[target.type]
     x = torch.randn(rows, columns, device=target, dtype=torch.bfloat16)
     seed = torch.tensor(7, device=target)
@@ -261,6 +274,11 @@ def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, r
     }
     moved = {name: x.nbytes + _output_bytes(function()) for name, function in cases.items()}
     cases = {name: captured(function, target) for name, function in cases.items()}
+    for name, function in peers(x).items():
+        moved[f"{name}, packed"] = moved[f"{name} compiled, packed"] = x.nbytes + _output_bytes(function())
+        cases[f"{name}, packed"] = function
+        if target.type == "cuda":
+            cases[f"{name} compiled, packed"] = torch.compile(function, dynamic=False)
     seconds = median_seconds(cases, target, repeats)
     copy_rate = moved["copy"] / seconds["copy"]
     return [
@@ -277,4 +295,6 @@ def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, r
 def _output_bytes(result: object) -> int:
     if isinstance(result, Tensor):
         return result.nbytes
-    return sum(_output_bytes(item) for item in result) if isinstance(result, tuple) else 0
+    if not isinstance(result, tuple):  # a peer's own class
+        result = tuple(vars(result).values()) if hasattr(result, "__dict__") else ()
+    return sum(_output_bytes(item) for item in result)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_train import ledger
-from nvfp4_train.benchmark import kernel_times, median_seconds, quantization_time
+from nvfp4_train.benchmark import SETTLED_SECONDS, kernel_times, median_seconds, quantization_time
 from nvfp4_train.conversion import convert
 from nvfp4_train.experiment.config import Experiment
 from nvfp4_train.experiment.errors import ExperimentError
@@ -26,8 +26,9 @@ def bench_step(
     """A training step (forward, backward, AdamW) of the experiment's model under the recipe against BF16, on random
     tokens; both sides ``compiled`` and replayed as CUDA ``graphs`` where asked.
 
-    On a GPU also peak memory, one side at a time, beyond what stood there before the step; the kernels that take
-    longest; and the milliseconds that quantize. Raises ExperimentError for graphs on a CPU.
+    On a GPU also peak memory, one side at a time, beyond what stood there before its first step (a recorded one's
+    includes the recording); the kernels that take longest; and the milliseconds that quantize. Raises ExperimentError
+    for graphs on a CPU.
     """
     if graphs and target.type != "cuda":
         raise ExperimentError("CUDA graphs need a GPU: leave out --graphs on a CPU")
@@ -40,15 +41,15 @@ def bench_step(
         with ledger.recording() as log:
             chosen = recipe if name == "quantized" else None
             functions[name] = _step(experiment, vocabulary, chosen, batch.device, compiled, graphs)
+            if target.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(target)
+            before = torch.cuda.memory_allocated(target) if target.type == "cuda" else 0
             functions[name](batch)
         functions[name] = partial(functions[name], batch)
         if target.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(target)
-            before = torch.cuda.memory_allocated(target)
-            functions[name]()
             memory[name] = torch.cuda.max_memory_allocated(target) - before
             profiles[name] = kernel_times(functions[name], target)
-    seconds = median_seconds(functions, target, repeats)
+    seconds = median_seconds(functions, target, repeats, SETTLED_SECONDS)
     row = {
         "recipe": recipe,
         "tokens": experiment.training.batch_size * experiment.data.sequence_length,

@@ -18,7 +18,7 @@ forward pass. Draws of stochastic rounding are keyed by the expert: they do not 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_train.quantization import INPUT_TYPES, draw_seed
+from nvfp4_train.quantization import INPUT_TYPES, draw_seed, layer_input
 from nvfp4_train.recipe import Recipe, load_recipe
 from nvfp4_train.swapping import Quantized
 
@@ -108,7 +108,8 @@ class QuantizedExperts(Quantized):
         """
         weight, where = getattr(self, key), self.sites[key].shape[0]
         bias = getattr(self, f"{key}_bias") if self.has_bias else None
-        out_dtype = self._out_dtype(x)
+        x = layer_input(x, self.label)
+        out_dtype = x.dtype
         dtype = out_dtype if bias is None else torch.float32  # the bias joins before the one rounding
         # drawn whether or not gradients are on, so that a checkpointed layer draws the same numbers when replayed
         seeds = expert_seeds(draw_seed(x, where), len(weight)) if self.plan.stochastic else [None] * len(weight)

@@ -18,7 +18,7 @@ from nvfp4_kernels.scheme import Scheme
 from nvfp4_train import layer_state, ledger, linear_mechanisms
 from nvfp4_train.backend import Backend, choose
 from nvfp4_train.gemm import matmul
-from nvfp4_train.quantization import BF16, INPUT_TYPES, STREAM, QuantizedTensor, draw_seed, needs_seed, quantize_both
+from nvfp4_train.quantization import BF16, STREAM, QuantizedTensor, draw_seed, layer_input, needs_seed, quantize_both
 from nvfp4_train.recipe import LinearPlan, Recipe, load_recipe
 from nvfp4_train.sharding import Layout, is_sharded, shared_seed
 from nvfp4_train.weight_cache import CachedWeight, quantized_weight
@@ -130,7 +130,8 @@ class QuantizedLinear(nn.Linear):
     The weight is quantized from the parameter the module holds: from the float32 master if that is what it is.
 
     Shapes: input ``[..., in_features]`` with one to four dimensions, output ``[..., out_features]``; any sizes, zero
-    tokens included. Output dtype: autocast's where autocast is on, else the input's.
+    tokens included. Under autocast the input is cast to autocast's dtype first, as in ``nn.Linear``. Output dtype: the
+    input's, so cast.
     The weight's gradient is computed in float32; a bfloat16 parameter gets it rounded once, and one that has a
     ``main_grad`` (float32) has it accumulated there, in float32, in place of ``.grad``.
 
@@ -174,10 +175,8 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self.label}: input has shape {tuple(x.shape)}, in_features is {self.in_features}")
-        if x.dtype not in INPUT_TYPES:
-            raise ValueError(f"{self.label}: input must be float32, bfloat16 or float16, got {x.dtype}")
-        device = x.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x = layer_input(x, self.label)
+        out_dtype = x.dtype
         where = self.site.shape[0]
         weight, bias, layout, restore = self.weight, self.bias, None, None
         if is_sharded(x) or is_sharded(weight):

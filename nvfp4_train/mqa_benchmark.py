@@ -8,7 +8,7 @@ is the device's.
 import torch
 from torch import Tensor
 
-from nvfp4_kernels.reference.quantize import decode
+from nvfp4_kernels.reference.codecs import E2M1_VALUES
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.benchmark import captured, median_seconds
 from nvfp4_train.mqa_logits import fp4_mqa_logits, fp4_paged_mqa_logits
@@ -101,9 +101,16 @@ def _rival(q: MQAOperand, k: MQAOperand, weights: Tensor, target: torch.device):
     scheme: Scheme = q.quantized.scheme
     parts = [(x.quantized.codes, x.quantized.scale_bytes, x.quantized.global_amax) for x in (q, k)]
     heads, head_dim = q.shape[1:]
+    # on the device beforehand: a graph cannot record a copy from the host
+    e2m1 = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.bfloat16, device=target)
+    scale_type = torch.float8_e8m0fnu if scheme.scale == "e8m0" else torch.float8_e4m3fn
+
+    def decode(codes: Tensor, scales: Tensor) -> Tensor:
+        index = torch.stack((codes & 15, codes >> 4), dim=2).view(len(codes), -1, scheme.block[1])
+        return (e2m1[index.int()] * scales.view(scale_type).bfloat16().unsqueeze(2)).view(len(codes), head_dim)
 
     def run():
-        values = [decode(codes, scales, scheme, head_dim) for codes, scales, _ in parts]
+        values = [decode(codes, scales) for codes, scales, _ in parts]
         scores = (values[0] @ values[1].T).view(len(weights), heads, -1)
         logits = (scores.float().relu() * weights.unsqueeze(2)).sum(1)
         if parts[0][2] is not None:

@@ -220,6 +220,17 @@ def _scheme_text(spec: OperandSpec | str) -> str:
     return BF16 if spec.scheme is None else str(spec.scheme)
 
 
+def layer_input(x: Tensor, label: str) -> Tensor:
+    """``x`` as a linear layer sees it: in autocast's dtype where autocast is on for its device.
+
+    ValueError, naming the layer ``label``, for input that cannot be quantized.
+    """
+    if x.dtype not in INPUT_TYPES:
+        raise ValueError(f"{label}: input must be float32, bfloat16 or float16, got {x.dtype}")
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 def needs_seed(*schemes: str | None) -> bool:
     """Whether quantizing so draws random numbers, for elements, scales or signs."""
     return any(scheme not in (None, BF16) and Scheme.parse(scheme).random for scheme in schemes)

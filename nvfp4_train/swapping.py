@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from nvfp4_train import ledger, linear_mechanisms
 from nvfp4_train.backend import choose
 from nvfp4_train.linear import LinearFunction
-from nvfp4_train.quantization import INPUT_TYPES
 from nvfp4_train.recipe import Recipe, load_recipe
 from nvfp4_train.sharding import is_sharded
 
@@ -50,13 +49,6 @@ class Quantized(nn.Module):
 
     def _device(self) -> torch.device:
         return next(iter(self.weights().values())).device
-
-    def _out_dtype(self, x: Tensor) -> torch.dtype:
-        """Autocast's dtype where autocast is on, else the input's. ValueError for input that cannot be quantized."""
-        if x.dtype not in INPUT_TYPES:
-            raise ValueError(f"{self.label}: input must be float32, bfloat16 or float16, got {x.dtype}")
-        device = x.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
     def _choose_backend(self) -> None:
         self.device_type = self._device().type

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from nvfp4_train.quantization import INPUT_TYPES, draw_seed
+from nvfp4_train.quantization import INPUT_TYPES, draw_seed, layer_input
 from nvfp4_train.swapping import Quantized
 
 
@@ -20,7 +20,8 @@ class QuantizedConv1D(Quantized):
         features, out_features = self.weight.shape
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"{self.label}: input has shape {tuple(x.shape)}, expected {features} features")
-        out_dtype = self._out_dtype(x)
+        x = layer_input(x, self.label)
+        out_dtype = x.dtype
         where = self.sites["weight"].shape[0]
         seed = draw_seed(x, where) if self.plan.stochastic else None
         main_grad = getattr(self.weight, "main_grad", None)

@@ -291,7 +291,7 @@ def test_dtypes(x_dtype, w_dtype, autocast):
 
 def test_autocast_does_not_reach_the_products():
     layer = make(64, 32, NEAREST)
-    x, dy = torch.randn(16, 64), torch.randn(16, 32).bfloat16()
+    x, dy = torch.randn(16, 64).bfloat16().float(), torch.randn(16, 32).bfloat16()
     outside = run(layer, x, dy.float())
     torch.manual_seed(1)
     layer.zero_grad()
@@ -300,7 +300,21 @@ def test_autocast_does_not_reach_the_products():
         y = layer(leaf)
         y.backward(dy)
     assert torch.equal(y, outside[0].bfloat16())
-    assert torch.equal(leaf.grad, outside[1]) and torch.equal(layer.weight.grad, outside[2])
+    assert torch.equal(leaf.grad, outside[1].bfloat16().float()) and torch.equal(layer.weight.grad, outside[2])
+
+
+def test_autocast_casts_the_input_first_as_in_linear():
+    """What is quantized is what the BF16 control would multiply: the input in autocast's dtype."""
+    layer, x, dy = make(64, 32, NEAREST), torch.randn(16, 64), torch.randn(16, 32)
+    whole = run(layer, x.bfloat16(), dy.bfloat16())
+    torch.manual_seed(1)
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(leaf)
+    y.backward(dy.bfloat16())
+    assert torch.equal(y, whole[0]) and torch.equal(leaf.grad, whole[1].float())
+    assert torch.equal(layer.weight.grad, whole[2])
 
 
 def test_errors_name_the_layer_and_the_remedy():

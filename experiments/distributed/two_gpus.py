@@ -9,6 +9,7 @@ Exits with 1 where a check fails.
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -56,6 +57,8 @@ def main() -> None:
         "ranks": dist.get_world_size(), "machine": benchmark.machine(device),
         "checks": {name: check(device) for name, check in CHECKS.items()},
     }  # fmt: skip
+    if dist.get_rank() == 0:
+        print(json.dumps(results["checks"]), flush=True)
     results["step"] = bench_step(arguments.experiment, arguments.recipe, device)
     failed = [name for name, check in results["checks"].items() if not check["passed"]]
     if dist.get_rank() == 0:
@@ -207,13 +210,16 @@ def bench_step(path: str, recipe: str, device: torch.device) -> dict:
     BF16 weights travel as BF16 (FSDP's mixed precision); the recipe's either so too, or as FP4.
     """
     experiment = load_experiment(path)
-    rows = {}
+    vocabulary = (experiment.model.config or {}).get("vocab_size", 256)
+    model, rows = build_model(experiment, 0, vocabulary), {}
     for layout in ("one GPU", "FSDP2"):
         for side in ("bf16", "quantized", "quantized, FP4 gather"):
             if layout == "one GPU" and side.endswith("gather"):
                 continue
-            rows[f"{layout}: {side}"] = _measure(experiment, recipe, device, layout, side)
+            rows[f"{layout}: {side}"] = _measure(copy.deepcopy(model), experiment, recipe, device, layout, side)
             dist.barrier()
+            if dist.get_rank() == 0:
+                print(f"{layout}: {side}: {rows[f'{layout}: {side}']}", flush=True)
     ms = {name: row["ms"] for name, row in rows.items()}
     bf16, fp4 = rows["FSDP2: bf16"], rows["FSDP2: quantized, FP4 gather"]
     # The converted layers lie in the blocks, which are gathered as often as there are gathers beyond the root's one.
@@ -230,14 +236,13 @@ def bench_step(path: str, recipe: str, device: torch.device) -> dict:
     }  # fmt: skip
 
 
-def _measure(experiment, recipe: str, device: torch.device, layout: str, side: str) -> dict:
+def _measure(model: nn.Module, experiment, recipe: str, device: torch.device, layout: str, side: str) -> dict:
     size = (experiment.training.batch_size, experiment.data.sequence_length)
-    vocabulary = (experiment.model.config or {}).get("vocab_size", 256)
     torch.manual_seed(dist.get_rank())
-    batch = torch.randint(0, vocabulary, size, device=device)
+    batch = torch.randint(0, model.config.vocab_size, size, device=device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    model = build_model(experiment, 0, vocabulary).to(device).train()
+    model = model.to(device).train()
     elements = 0
     if side != "bf16":
         report = nt.convert(model, recipe)

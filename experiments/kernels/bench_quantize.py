@@ -1,9 +1,9 @@
 """Bandwidth of the quantize, amax and decode kernels: bytes really read and written over the copy rate of the same run.
 
-    python experiments/kernels/bench_quantize.py [--sweep] [--rows 16384] [--columns 8192] [--json FILE]
+    python experiments/kernels/bench_quantize.py [--sweep] [--case NAME] [--tile 16,128,1,4,128,4 ...] [--json FILE]
 
 Each time is the median of replays of a CUDA graph. ``--sweep`` tries every tile in CANDIDATES and prints the best: its
-choice belongs into kernels/triton/tiles.py.
+choice belongs into kernels/triton/tiles.py. ``--tile`` tries those given, in the order of ``Tile``'s fields.
 """
 
 import argparse
@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--case", default="")
+    parser.add_argument("--tile", nargs="*", default=[], type=lambda text: Tile(*(int(n) for n in text.split(","))))
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=8192)
     parser.add_argument("--jobs", type=int, default=14)
@@ -125,7 +126,7 @@ def main() -> None:
     for name in CASES:
         if arguments.case in name:
             kind = CASES[name][0]
-            for tile in CANDIDATES[kind] if arguments.sweep else [tiles.TABLE[kind]]:
+            for tile in arguments.tile or (CANDIDATES[kind] if arguments.sweep else [tiles.TABLE[kind]]):
                 for programs in (4, 8, 16, 32, 64) if arguments.sweep and kind.startswith("amax") else (None,):
                     jobs.append((name, tile, programs))
     begin = time.time()

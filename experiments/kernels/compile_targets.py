@@ -75,7 +75,7 @@ def quantize_case(name: str, arch: int, tile: tiles.Tile | None = None, even: bo
     both = rows is not None and columns is not None
     values |= dict(BF16_BITS=True, EVEN=even, BI=tile.rows, BJ=tile.columns, BY_EIGHTS=True, ONE_DRAW=both)
     values |= dict(ROW_VECTOR=8, COLUMN_VECTOR=tile.vector or 8, CONVERT=codecs_sm100.conversion(f"sm_{arch}"))
-    values |= dict(XORSIGN=arch >= 86)
+    values |= dict(XORSIGN=arch >= 86, AHEAD=tile.ahead)
     return compile_kernel(quantize_kernel.quantize_kernel, types, values, arch, tile.warps, tile.registers)
 
 

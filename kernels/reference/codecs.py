@@ -8,6 +8,8 @@ Sources: OCP Microscaling Formats (MX) specification v1.0 (E2M1, E3M2, E2M3, E8M
 (E4M3, E5M2).
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -137,15 +139,15 @@ def unpack(codes: Tensor, element: Element = E2M1) -> Tensor:
     rows, count = codes.shape
     if not element.packed:
         turned = codes.t().is_contiguous() and not codes.is_contiguous()
-        found = _lookup(_CODE_VALUES[element.name], codes.t() if turned else codes)
+        found = _lookup(_at(codes.device, _CODE_VALUES[element.name]), codes.t() if turned else codes)
         return found.t() if turned else found
     if codes.t().is_contiguous() and not codes.is_contiguous():  # the column form: neighbours along K are rows here
         index = codes.t().reshape(-1).to(torch.int32)
         out = torch.empty(count, 2, rows, dtype=torch.bfloat16, device=codes.device)
-        out[:, 0] = _LOW[element.name].to(codes.device).index_select(0, index).view(count, rows)
-        out[:, 1] = _HIGH[element.name].to(codes.device).index_select(0, index).view(count, rows)
+        out[:, 0] = _at(codes.device, _LOW[element.name]).index_select(0, index).view(count, rows)
+        out[:, 1] = _at(codes.device, _HIGH[element.name]).index_select(0, index).view(count, rows)
         return out.view(2 * count, rows).t()
-    both = _BOTH[element.name].to(codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
+    both = _at(codes.device, _BOTH[element.name]).index_select(0, codes.reshape(-1).to(torch.int32))
     return both.view(torch.bfloat16).view(rows, 2 * count)
 
 
@@ -157,12 +159,12 @@ def e4m3_encode(scale: Tensor) -> Tensor:
 
 def e4m3_decode(byte: Tensor) -> Tensor:
     """float32 values of E4M3 bytes."""
-    return _lookup(_E4M3, byte)
+    return _lookup(_at(byte.device, _E4M3), byte)
 
 
 def e8m0_decode(byte: Tensor) -> Tensor:
     """float32 values of E8M0 bytes: 2^(byte - 127), and NaN for 255."""
-    return _lookup(_E8M0, byte)
+    return _lookup(_at(byte.device, _E8M0), byte)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -170,5 +172,11 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return e8m0_decode(exponent + 127)
 
 
+@cache
+def _at(device: torch.device, table: Tensor) -> Tensor:
+    """``table``, one of this module's, on ``device``: copied once, since a copy makes the host wait for the device."""
+    return table.to(device)
+
+
 def _lookup(table: Tensor, index: Tensor) -> Tensor:
-    return table.to(index.device).index_select(0, index.reshape(-1).to(torch.int32)).view(index.shape)
+    return table.index_select(0, index.reshape(-1).to(torch.int32)).view(index.shape)

@@ -77,7 +77,8 @@ def _put(pointer, tile, r0, c0, rows, columns, stride_r, stride_c):
     tl.store(pointer + r[:, None] * stride_r + c[None, :] * stride_c, tile, mask=inside)
 
 
-@triton.jit
+# a stream or an offset of 1 would otherwise arrive as a constant, which has no type
+@triton.jit(do_not_specialize=["stream", "draw_i", "draw_j", "draw_width"])
 def general_kernel(
     x_ptr, seed_ptr, amax_ptr, given_ptr, rows, columns, stride_r, stride_c, stream, draw_i, draw_j, draw_width,
     codes_ptr, codes_r, codes_c, scales_ptr, scales_r, scales_c, operand_ptr, operand_r, operand_c,

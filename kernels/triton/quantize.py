@@ -122,7 +122,7 @@ def _plan(
         BI=tile.rows, BJ=tile.columns, ROW_VECTOR=vector, COLUMN_VECTOR=tile.vector or vector, BY_EIGHTS=by_eights,
         ONE_DRAW=both_draw and streams_equal and rows.rounding == columns.rounding,
         **_constants("ROW", rows, True), **_constants("COLUMN", columns, False), CONVERT=convert,
-        XORSIGN=xorsign, FAR=far,
+        XORSIGN=xorsign, FAR=far, AHEAD=tile.ahead,
     )  # fmt: skip
     row_shapes, column_shapes = _shapes(shape, rows, rows_form, 1), _shapes(shape, columns, columns_form, 0)
     registers = tile.registers if dtype.itemsize == 2 else 0

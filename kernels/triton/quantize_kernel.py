@@ -13,7 +13,7 @@ def _form(
     EXACT: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, ALONG_ROWS: tl.constexpr,
     RULE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, ROUNDING: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, FACTOR: tl.constexpr, ORDINARY: tl.constexpr,
-    CONVERT: tl.constexpr, XORSIGN: tl.constexpr,
+    CONVERT: tl.constexpr, XORSIGN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One form of the tile ``x`` float32 [BI, BJ] at (i0 int64, j0), in blocks of BR x BC of x; stored where asked.
 
@@ -51,7 +51,7 @@ def _form(
         value = tl.reshape(value, (BI, BJ))
         operand_i = padded_i if N > 0 else height
         operand_j = padded_j if N > 0 else width
-        _store(operand_ptr, value, i0, j0, operand_i, operand_j, VECTOR, EVEN, not ALONG_ROWS)
+        _store(operand_ptr, value, i0, j0, operand_i, operand_j, VECTOR, EVEN, not ALONG_ROWS, AHEAD)
     if codes_ptr is not None:
         keep = tl.where(scale == scale, 0xFF, 0).to(tl.uint8)[:, None, :, None]  # no code means NaN, the scale does
         if ROUNDING == 2 and CONVERT == 2:  # by the instruction for it
@@ -74,12 +74,12 @@ def _form(
             )
         if ALONG_ROWS:
             pair = tl.reshape(pair, (BI, BJ // 2))
-            _store(codes_ptr, pair, i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN, False)
+            _store(codes_ptr, pair, i0, j0 // 2, height, padded_j // 2, VECTOR // 2, EVEN, False, AHEAD)
         else:
             pair = tl.reshape(pair, (BI // 2, BJ))
-            _store(codes_ptr, pair, i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN, True)
+            _store(codes_ptr, pair, i0 // 2, j0, padded_i // 2, width, VECTOR, EVEN, True, AHEAD)
         byte = (codecs.e4m3_byte(scale) if RULE == "nvfp4" else codecs.e8m0_byte(scale)).to(tl.uint8)
-        _store(scales_ptr, byte, i0 // BR, j0 // BC, padded_i // BR, padded_j // BC, 8, EVEN, not ALONG_ROWS)
+        _store(scales_ptr, byte, i0 // BR, j0 // BC, padded_i // BR, padded_j // BC, 8, EVEN, not ALONG_ROWS, AHEAD)
 
 
 @triton.jit
@@ -126,14 +126,20 @@ def _load(
 
 
 @triton.jit
-def _store(pointer, tile, i0, j0, height, width, VECTOR: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr):
-    """``tile`` at (i0, j0) of a contiguous [height, width], VECTOR elements at once: as a thread holds them."""
+def _store(
+    pointer, tile, i0, j0, height, width,
+    VECTOR: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, FIRST_OUT: tl.constexpr,
+):  # fmt: skip
+    """``tile`` at (i0, j0) of a contiguous [height, width], VECTOR elements at once: as a thread holds them.
+
+    FIRST_OUT: it leaves the cache before what will be read again.
+    """
     BI: tl.constexpr = tile.shape[0]
     BJ: tl.constexpr = tile.shape[1]
     pointers, inside = _places(pointer, width, i0, j0, height, width, BI, BJ, VECTOR, DEEP)
     tile = tl.reshape(tile, pointers.shape)
     if EVEN:
-        tl.store(pointers, tile)
+        tl.store(pointers, tile, cache_modifier=".cs" if FIRST_OUT else "")
     else:
         tl.store(pointers, tile, mask=inside)
 
@@ -163,6 +169,21 @@ def _places(
 
 
 @triton.jit
+def _fetch_ahead(
+    pointer, stride, i0, j0, height, width, BI: tl.constexpr, BJ: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """Asks for the lines of the tile at (i0, j0), LINE elements each, which costs no registers: it will be next."""
+    if not codecs.INTERPRETED:
+        i = tl.minimum(i0 + tl.arange(0, BI), height - 1)
+        j = tl.minimum(j0 + tl.arange(0, BJ // LINE) * LINE, width - 1)
+        pointers = pointer + i[:, None] * stride + j[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _tile(
     i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
     row_s_enc_6, row_s_dec, row_lift, row_codes, row_scales, row_operand,
@@ -173,7 +194,7 @@ def _tile(
     ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
     COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    CONVERT: tl.constexpr, XORSIGN: tl.constexpr, ORDINARY: tl.constexpr,
+    CONVERT: tl.constexpr, XORSIGN: tl.constexpr, AHEAD: tl.constexpr, ORDINARY: tl.constexpr,
 ):  # fmt: skip
     """The tile of this program, in all the forms that are asked for."""
     up16 = 0
@@ -189,7 +210,7 @@ def _tile(
             row_codes, row_scales, row_operand, i0, j0, height, width,
             height if EVEN else tl.cdiv(height, ROW_BR) * ROW_BR, width if EVEN else tl.cdiv(width, GROUP) * GROUP,
             BF16_BITS, EVEN, ROW_VECTOR, True, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
-            ORDINARY, CONVERT, XORSIGN,
+            ORDINARY, CONVERT, XORSIGN, AHEAD,
         )  # fmt: skip
     if COLUMNS:
         if COLUMN_ROUNDING > 0:
@@ -206,7 +227,7 @@ def _tile(
             i0, j0, height, width, height if EVEN else tl.cdiv(height, GROUP_I) * GROUP_I,
             width if EVEN else tl.cdiv(width, COLUMN_BC) * COLUMN_BC,
             BF16_BITS, EVEN, COLUMN_VECTOR, False, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING,
-            COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, ORDINARY, CONVERT, XORSIGN,
+            COLUMN_N, COLUMN_MASK, COLUMN_FACTOR, ORDINARY, CONVERT, XORSIGN, AHEAD,
         )  # fmt: skip
 
 
@@ -221,13 +242,13 @@ def quantize_kernel(
     ROW_ROUNDING: tl.constexpr, ROW_N: tl.constexpr, ROW_MASK: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMN_RULE: tl.constexpr, COLUMN_BR: tl.constexpr, COLUMN_BC: tl.constexpr,
     COLUMN_ROUNDING: tl.constexpr, COLUMN_N: tl.constexpr, COLUMN_MASK: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    CONVERT: tl.constexpr = 0, XORSIGN: tl.constexpr = False, FAR: tl.constexpr = False,
+    CONVERT: tl.constexpr = 0, XORSIGN: tl.constexpr = False, FAR: tl.constexpr = False, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """Blocks are given as BR rows by BC columns of x, for the column form too. An output that is None is not made.
 
     Draws count the element (i + draw_i, j + draw_j) of a tensor draw_width wide, of which x may be a part.
     CONVERT: which conversion instructions there are (codecs_sm100.py); XORSIGN: see packed.larger_magnitude;
-    FAR: within a tile, offsets need more than 32 bits.
+    FAR: within a tile, offsets need more than 32 bits. AHEAD: the next tile is asked for while this one is worked on.
     Each program goes up a column of tiles, every ``strips``-th from the end: the amax pass went from the beginning,
     and the cache still holds what it read last.
     """
@@ -255,6 +276,11 @@ def quantize_kernel(
     if ordinary:
         for strip in range(first, tiles_i, strips):
             i0 = (tiles_i - 1 - strip).to(tl.int64) * BI
+            if AHEAD:
+                _fetch_ahead(
+                    x_ptr, stride, tl.maximum(i0 - strips.to(tl.int64) * BI, 0), j0, height, width, BI, BJ,
+                    64 if BF16_BITS else 32,
+                )  # fmt: skip
             _tile(
                 i0, j0, x_ptr, seed_ptr, height, width, stride, row_stream, column_stream, draw_i, draw_j, draw_width,
                 row_a, row_b, row_lift, row_codes, row_scales, row_operand,
@@ -262,7 +288,7 @@ def quantize_kernel(
                 BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
                 ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
                 COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR,
-                CONVERT, XORSIGN, True,
+                CONVERT, XORSIGN, AHEAD, True,
             )  # fmt: skip
     else:
         for strip in range(first, tiles_i, strips):
@@ -274,5 +300,5 @@ def quantize_kernel(
                 BF16_BITS, EVEN, BI, BJ, ROW_VECTOR, COLUMN_VECTOR, BY_EIGHTS, ONE_DRAW,
                 ROWS, ROW_RULE, ROW_BR, ROW_BC, ROW_ROUNDING, ROW_N, ROW_MASK, ROW_FACTOR,
                 COLUMNS, COLUMN_RULE, COLUMN_BR, COLUMN_BC, COLUMN_ROUNDING, COLUMN_N, COLUMN_MASK, COLUMN_FACTOR,
-                CONVERT, XORSIGN, False,
+                CONVERT, XORSIGN, AHEAD, False,
             )  # fmt: skip

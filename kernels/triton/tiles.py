@@ -15,14 +15,15 @@ class Tile(NamedTuple):
     vector: int = 0  # neighbours of a row in one thread, for the column form; 0: 16 bytes of them
     registers: int = 0  # at most for a thread; 0: as many as the compiler likes
     each: int = 4  # tiles one above the other that a program of a quantize kernel makes
+    ahead: bool = False  # asks for the next tile while it works on one; outputs leave the cache first
 
 
 TABLE = {  # kind of work -> tile for a large tensor
     "rows": Tile(16, 128, 2),
     "square": Tile(16, 128, 2, each=1),
     "columns": Tile(16, 128, 1, vector=4, registers=128),
-    "columns_stochastic": Tile(16, 128, 1, vector=4, registers=168),
-    "columns_packed": Tile(16, 128, 1, vector=4, registers=128),
+    "columns_stochastic": Tile(16, 128, 1, vector=4, registers=168, ahead=True),
+    "columns_packed": Tile(16, 128, 1, vector=4, registers=128, ahead=True),
     "both_packed_stochastic": Tile(16, 512, 4, vector=4),  # for FP4 tensor cores; compiled, not measured
     "amax": Tile(16, 1024, 4),
     "amax_rotated": Tile(16, 512, 2),

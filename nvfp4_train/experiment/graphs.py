@@ -57,7 +57,9 @@ class Replayed:
             with torch.cuda.graph(graph, pool=_pool(device)):
                 self.loss = self.accumulate(self.batch)
         except RuntimeError as error:
-            first = error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error
+            first = error  # what ends a capture that failed says only that it did
+            while first.__context__ is not None:
+                first = first.__context__
             raise ExperimentError(
                 f"training.cuda_graphs: this model cannot be recorded ({str(first).splitlines()[0]}): set it to false"
             ) from error
@@ -66,7 +68,15 @@ class Replayed:
         self.graph = graph
 
 
-@cache
 def _pool(device: torch.device) -> tuple[int, int]:
     """One memory for all graphs of a device: they run one after the other and leave only losses behind."""
-    return torch.cuda.graph_pool_handle()
+    return _anchor(device).pool()
+
+
+@cache
+def _anchor(device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph that is never let go: with the last of its graphs a pool would go too, and could not be used again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        torch.zeros((), device=device)
+    return graph

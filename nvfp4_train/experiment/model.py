@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from nvfp4_train.experiment.attention import use_for_graphs
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.randomness import generator, isolated
 from nvfp4_train.exporting.loading import is_exported, load_exported
@@ -145,6 +146,7 @@ def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudge
         if experiment.model.attention != "eager" and "attn_implementation" in str(error):
             told = f"{experiment.path}: model: set model.attention: eager ({_one_line(error).split('. ')[0]})"
         raise ExperimentError(told) from error
+    use_for_graphs(model)
     refuse_non_finite(model, experiment.model.checkpoint or "the freshly initialised model")
     if nudged:
         nudge(model, seed)
