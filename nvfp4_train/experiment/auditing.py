@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nvfp4_train.auditing import Audit, audit
@@ -26,7 +25,7 @@ from nvfp4_train.experiment.data import load_corpus
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
 from nvfp4_train.experiment.model import build_model
 from nvfp4_train.experiment.randomness import isolated
-from nvfp4_train.experiment.record import choose_device, job_folder
+from nvfp4_train.experiment.record import choose_device, job_folder, refuse_another
 from nvfp4_train.experiment.train import next_token_loss
 from nvfp4_train.recipe import Recipe, load_recipe
 
@@ -49,6 +48,8 @@ def audit_subject(
         recipe = load_recipe(subject)
         return {recipe.name: audit_recipe(recipe, require, sensitivity)}
     experiment = load_experiment(subject)
+    if out is not None:
+        refuse_another(experiment, out)
     arms = [experiment.arm(arm)] if arm else [a for a in experiment.all_arms if not a.recipe.quantizes_nothing]
     if not arms:
         raise ExperimentError(f"{experiment.path}: no arm quantizes anything: there is nothing to audit")
@@ -155,8 +156,7 @@ def audit_arm(
     convert(model, arm.recipe, backend=arm.backend)
     step = 0
     if out is not None and (folder := checkpoint.latest(job_folder(out, arm.name, seed) / "checkpoint")) is not None:
-        model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-        step = int(folder.name.removeprefix(checkpoint.PREFIX))
+        step = checkpoint.load(folder, model, checkpoint.identity(experiment, arm, seed, model))["step"]
     if settings.compile:
         model.compile()
     rows = min(ROWS, settings.batch_size)
