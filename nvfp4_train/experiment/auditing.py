@@ -17,6 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 from nvfp4_train.auditing import Audit, audit
+from nvfp4_train.auditing.sensitivity import rank_layers, told
 from nvfp4_train.auditing.statistics import by_operand
 from nvfp4_train.conversion import convert
 from nvfp4_train.experiment import checkpoint
@@ -28,6 +29,7 @@ from nvfp4_train.experiment.randomness import isolated
 from nvfp4_train.experiment.record import choose_device, job_folder, refuse_another
 from nvfp4_train.experiment.train import next_token_loss
 from nvfp4_train.recipe import Recipe, load_recipe
+from nvfp4_train.schedule import GEMMS
 
 AUDIT_FILE = "audit.json"  # in the run folder; the report has a section for it
 ROWS = 2  # sequences a microbatch: the audit works everything out again in float64
@@ -72,7 +74,9 @@ def audit_lines(audits: dict[str, Audit]) -> list[str]:
         lines += [_operand_line(row) for row in by_operand(found.statistics)]
         if found.sensitivity:
             lines += [
-                f"  adds {row['added']:+.5f} nats  {row['layer']}  ({100 * row['flops']:.1f}% of the quantized FLOPs)"
+                f"  adds {told(row, 'added')} nats  {row['layer']}  ("
+                f"{', '.join(f'{gemm} {told(row, gemm)}' for gemm in GEMMS)}; "
+                f"{100 * row['flops']:.1f}% of the quantized FLOPs)"
                 for row in found.sensitivity["layers"][:10]
             ]
             kept = found.sensitivity["kept_flops"]
@@ -179,8 +183,6 @@ def _audited(
     with isolated(device, "audit", recipe.name):
         found = audit(model, losses, recipe, require=require, **steps)
         if sensitivity and not recipe.quantizes_nothing:
-            from nvfp4_train.auditing.sensitivity import rank_layers
-
             found.sensitivity = rank_layers(model, losses, found.coverage)
     return found
 
