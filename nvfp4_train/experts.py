@@ -10,9 +10,21 @@ One weight of all experts is one parameter ``[experts, N, K]``, as transformers 
 experts interface (``use_experts_implementation``): Mixtral, Qwen3-MoE, DeepSeek-V3 and some sixty more, those with
 transposed weights, biases, no gate or an interleaved one included.
 
-The group is a loop over the experts that have tokens. A grouped GEMM in one launch (``torch._grouped_mm``) rounds to
-BF16 before the global scales could enter, which is a second rounding; the loop costs one wait for the token counts a
-forward pass. Draws of stochastic rounding are keyed by the expert: they do not depend on who else has tokens.
+The group is a loop over the experts that have tokens, and the host waits once a forward pass for the token counts.
+Draws of stochastic rounding are keyed by the expert: they do not depend on who else has tokens.
+
+Why no grouped GEMM: each expert's product is ``alpha * (a @ b.T)`` with an alpha of its own, a float32 on the device
+that must enter before the one rounding (gemm.py). Tried and read, torch 2.11 to 2.13:
+
+- ``torch._grouped_mm`` (and ``nn.functional.grouped_mm``) of BF16 operands gives BF16 only: alpha would come after a
+  rounding, which is a second one. ``out_dtype=float32`` is refused. Float32 operands give float32, exactly (products of
+  decoded operands are exact), but by a fallback that copies the offsets to the host and loops, without tensor cores.
+- ``torch.bmm(out_dtype=float32)`` is exact, and needs every expert padded to the busiest one, whose count only the host
+  could tell; ``cublasGemmGroupedBatchedEx`` takes its sizes and its alphas from the host.
+- The product alone would save launches and not the wait: blocks, Hadamard groups and the amax of each operand belong to
+  one expert, so that ``quantize`` would have to work by groups on the device too.
+
+What the loop costs is in ``experiments/2026-11-30_experts``.
 """
 
 import torch
@@ -76,8 +88,7 @@ class QuantizedExperts(Quantized):
             )
         tokens, top_k = top_k_index.shape
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        # the one wait for the device in here
-        counts = torch.bincount(experts.clamp(max=self.num_experts), minlength=self.num_experts + 1).tolist()
+        counts = self._counts(experts)
 
         x = hidden_states[order // top_k]  # [T * k, H]
         key = "gate_up_proj" if self.has_gate else "up_proj"
@@ -94,6 +105,17 @@ class QuantizedExperts(Quantized):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         weighted = (y * share.unsqueeze(-1))[back]
         return weighted.view(tokens, top_k, y.shape[-1]).sum(dim=1).to(hidden_states.dtype)
+
+    def _counts(self, experts: Tensor) -> list[int]:
+        """How many of the sorted ``experts`` are 0, 1, ..., and how many live elsewhere. The one wait for the device.
+
+        (``bincount`` would wait twice more, for the smallest and the largest of them.)
+        """
+        numbers = torch.arange(self.num_experts + 1, device=experts.device)
+        before = torch.searchsorted(experts, numbers.to(experts.dtype)).tolist()
+        if before[0]:
+            raise ValueError(f"{self.label}: top_k_index has numbers below 0")
+        return [end - start for start, end in zip(before, [*before[1:], len(experts)], strict=True)]
 
     def grouped(self, x: Tensor, counts: list[int], key: str) -> Tensor:
         """The product of each expert with its own rows.

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from audit_faults import Model, microbatches, model
 from tiny_experiment import write_experiment
 from torch import nn
@@ -15,9 +14,7 @@ from typer.testing import CliRunner
 import nvfp4_train as nt
 from nvfp4_train import ledger
 from nvfp4_train.auditing.matmuls import ForeignMatmuls
-from nvfp4_train.auditing.sensitivity import rank_layers
 from nvfp4_train.cli import app
-from nvfp4_train.conversion import converted_layers
 from nvfp4_train.experiment.config import load_experiment
 from nvfp4_train.experiment.report import render
 from nvfp4_train.experiment.train import run_job
@@ -238,33 +235,6 @@ def test_what_a_cuda_graph_captured_counts_times_its_replays(monkeypatch):
     assert [row["calls"] for row in log.gemms(replays=5)] == [5, 5, 5]
     assert log.gemms(replays=5)[0]["flops"] == 5 * 2 * 16**3
     assert all(row["calls"] == 0 for row in log.operands(replays=0))
-
-
-def test_layers_are_ranked_by_what_they_add_to_the_loss():
-    net = model("nvidia_nvfp4")
-    losses, layers = microbatches(net), converted_layers(net)
-    found = nt.audit(net, losses)
-    plans = {name: layer.plan for name, layer in layers.items()}
-    ranked = rank_layers(net, losses, found.coverage, budget=0.5)
-    assert {name: layer.plan for name, layer in layers.items()} == plans
-
-    def loss(quantized):
-        for name, layer in layers.items():
-            layer.plan = plans[name] if name in quantized else type(layer.plan)(*["bf16"] * len(layer.plan))
-        with torch.no_grad():
-            return sum(float(one()) for one in losses) / 2
-
-    rows = ranked["layers"]
-    assert ranked["loss_bf16"] == loss(())
-    assert {row["layer"]: row["added"] for row in rows} == {n: loss((n,)) - loss(()) for n in layers}
-    assert [row["added"] for row in rows] == sorted((row["added"] for row in rows), reverse=True)
-    assert {row["layer"]: row["flops"] for row in rows} == pytest.approx(
-        {"layers.0.query": 1 / 6, "layers.0.key": 1 / 6, "layers.0.up": 1 / 3, "layers.0.down": 1 / 3}
-    )
-    kept = yaml.safe_load(ranked["keep_bf16"])["keep_bf16"]["modules"]
-    assert kept and sum(row["flops"] for row in rows if row["layer"] in kept) <= 0.5 + 1e-9
-    recipe = nt.load_recipe("nvidia_nvfp4").to_dict() | {"keep_bf16": {"modules": [*kept, "lm_head"]}}
-    assert set(nt.convert(Model(), recipe).converted) == set(layers) - set(kept)
 
 
 @pytest.mark.parametrize(

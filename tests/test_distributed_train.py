@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from nvfp4_train.experiment.auditing import audit_subject
+from nvfp4_train.experiment.checkpoint import WEIGHTS, latest, load_weights
 from nvfp4_train.experiment.compare import compare
 from nvfp4_train.experiment.config import load_experiment
 from nvfp4_train.experiment.errors import ExperimentError, TrainingStopped
+from nvfp4_train.experiment.model import build_model
 from nvfp4_train.experiment.train import Job, run_job
 from tests.distributed_harness import on_ranks, returned
 from tests.tiny_experiment import changed, write_text
@@ -125,6 +129,11 @@ def folder(tmp_path_factory):
     assert run(place, place / "alone2", TWO_PARTS) == "finished"
     assert run(place, place / "killed1", stop=3) == "killed"
     shutil.copytree(place / "killed1", place / "from1to2")
+    shutil.copytree(place / "killed1", place / "lacking")
+    step = latest(place / "lacking" / "nvfp4" / "seed1" / "checkpoint")
+    weights = load_file(step / WEIGHTS)
+    del weights["model.norm.weight"]
+    save_file(weights, step / WEIGHTS, metadata={"format": "pt"})
     return place
 
 
@@ -145,6 +154,7 @@ def two(folder):
         "broken": (broken, (folder, folder / "broken")),
         "another_recipe": (different, (folder, folder / "bad", {"arms": OTHER_ARMS})),
         "another_setting": (different, (folder, folder / "bad", {"training.learning_rate": 1.0e-4})),
+        "lacking": job("lacking"),
         "another_run": job("alone", {"training.learning_rate": 1.0e-4}),
     }  # fmt: skip
     return on_ranks(2, cases)
@@ -162,6 +172,23 @@ def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case):
 def test_tensor_parallel_trains_near_one_process(two, folder):
     assert returned(two["tensor"]) == ["finished"] * 2
     assert_near(outcome(folder / "tensor"), outcome(folder / "alone2"), TENSOR_BOUND)
+
+
+def test_the_audit_of_a_killed_run_reads_the_weights_of_all_ranks(two, folder, tmp_path):
+    assert returned(two["killed2"]) == ["killed"] * 2
+    shutil.copytree(folder / "killed2", tmp_path / "out")
+    experiment = experiment_in(folder, GATHERED)
+    found = audit_subject(str(experiment.path), out=tmp_path / "out")["nvfp4"]
+    assert found.ok and "weights after 2 steps" in found.notes[0]
+    step = latest(tmp_path / "out" / "nvfp4" / "seed1" / "checkpoint")
+    assert not (step / WEIGHTS).exists()
+    model = build_model(experiment, 1, 256)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    load_weights(step, model)
+    dcp_to_torch_save(step / "shards", tmp_path / "whole.pt")  # torch's own way to put shards together
+    expected = torch.load(tmp_path / "whole.pt")["model"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]) and not torch.equal(value, before[name]), name
 
 
 def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
@@ -188,6 +215,7 @@ def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
         ("another_recipe", ["disagree", "the recipe of arm nvfp4"]),
         ("another_setting", ["disagree", "training", "learning_rate"]),
         ("broken", ["stopped at step 3", "the weight model.norm.weight is not finite", "step_00000002"]),
+        ("lacking", ["belongs to another model", "it lacks model.norm.weight"]),
         ("another_run", ["belongs to another experiment", "learning_rate"]),
     ],
 )

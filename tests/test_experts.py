@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import recipe
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_train import ledger
 from nvfp4_train.experts import QuantizedExperts, expert_seeds
@@ -167,6 +168,26 @@ def test_bad_input_is_refused():
         layer(torch.zeros(1, 4, HIDDEN), *routed((0, 1)))
     with pytest.raises(ValueError, match="float64"):
         layer(torch.zeros(1, HIDDEN, dtype=torch.float64), *routed((0, 1)))
+    with pytest.raises(ValueError, match="experts: top_k_index has numbers below 0"):
+        layer(torch.zeros(1, HIDDEN), *routed((0, -1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_are_counted_with_nothing_read_by_the_host_before(dtype):
+    layer, index = experts(), torch.tensor([3, 0, 7, 3, 4, 3], dtype=dtype)
+    assert layer._counts(index.sort().values) == [1, 0, 0, 3, 2]  # 4 and 7 live elsewhere
+    assert layer._counts(index[:0]) == [0, 0, 0, 0, 0]
+    read = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.bincount.default):
+                read.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Reads():
+        layer._counts(index.sort().values)
+    assert read == []
 
 
 def test_a_compiled_model_breaks_its_graph_at_the_experts_and_computes_the_same():

@@ -95,7 +95,16 @@ def test_what_a_run_cannot_export_exits_with_2(run, monkeypatch, capsys):
     late = ("export", out / "late" / "seed1", "--recipe", "nvidia_nvfp4", "--out", run / "late")
     assert command(monkeypatch, capsys, *late)[0] == 0  # asked for by name, the recipe's first phase is exported
     weights = load_file(step / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
+    norm = weights.pop("model.norm.weight")
+    no = ("export", step, "--out", run / "no")
     save_file(weights, step / "model.safetensors", metadata={"format": "pt"})
-    code, told = command(monkeypatch, capsys, "export", step, "--out", run / "no")
+    assert command(monkeypatch, capsys, *no)[0] == 2 and not (run / "no").exists()
+    known = (step / "checkpoint.json").read_bytes()
+    (step / "checkpoint.json").unlink()  # now a folder of another origin
+    code, told = command(monkeypatch, capsys, *no, "--recipe", "nvidia_nvfp4")
+    assert code == 2 and "lacks weights of its model: model.norm.weight" in told.err and not (run / "no").exists()
+    (step / "checkpoint.json").write_bytes(known)
+    norm[0] = float("nan")
+    save_file(weights | {"model.norm.weight": norm}, step / "model.safetensors", metadata={"format": "pt"})
+    code, told = command(monkeypatch, capsys, *no)
     assert code == 2 and "model.norm.weight holds NaN" in told.err and not (run / "no").exists()

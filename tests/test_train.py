@@ -199,7 +199,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         checkpoint.save(folder, 2, model, {"step": 2}, identity)
     monkeypatch.undo()
-    assert checkpoint.load(checkpoint.latest(folder), model, identity, CPU)["step"] == 1
+    assert checkpoint.load(checkpoint.latest(folder), model, identity)["step"] == 1
     checkpoint.save(folder, 3, model, {"step": 3}, identity)
     assert [path.name for path in folder.iterdir()] == ["step_00000003"]
 
@@ -214,15 +214,15 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(tmp_path):
     known.pop("step")
     for key, value in {"experiment": "another", "recipe": "name: mine", "model": "GPT2LMHeadModel"}.items():
         with pytest.raises(ExperimentError, match=f"belongs to another {key}: .*{known[key].split()[0]}"):
-            checkpoint.load(step, model, known | {key: value}, CPU)
+            checkpoint.load(step, model, known | {key: value})
     weights = load_file(step / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, step / "model.safetensors")
     with pytest.raises(ExperimentError, match="model.norm.weight holds NaN"):
-        checkpoint.load(step, model, known, CPU)
+        checkpoint.load(step, model, known)
     (step / "state.pt").write_bytes(b"torn")
     with pytest.raises(ExperimentError, match="cannot be read"):
-        checkpoint.load(step, model, known, CPU)
+        checkpoint.load(step, model, known)
 
 
 def test_a_checkpoint_is_a_model_to_start_from(tmp_path):
@@ -236,8 +236,12 @@ def test_a_checkpoint_is_a_model_to_start_from(tmp_path):
     weights = load_file(step / "model.safetensors")
     assert "lm_head.weight" not in weights
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights.items())
-    weights["model.norm.weight"][0] = float("inf")
+    norm = weights.pop("model.norm.weight")
     save_file(weights, step / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExperimentError, match="model.checkpoint: .* lacks weights of its model: model.norm.weight"):
+        build_model(second, 9, 256)
+    norm[0] = float("inf")
+    save_file(weights | {"model.norm.weight": norm}, step / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ExperimentError, match="model.norm.weight holds NaN or Inf"):
         build_model(second, 9, 256)
 

@@ -9,8 +9,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from nvfp4_train.auditing.sensitivity import told
 from nvfp4_train.auditing.statistics import by_operand
 from nvfp4_train.experiment.results import Job, Run, is_number
+from nvfp4_train.schedule import GEMMS
 
 SHOWN = 12  # layers of a ranking
 OPERANDS = (
@@ -60,9 +62,12 @@ def _proof(arm: str, found: dict[str, Any]) -> dict[str, Any]:
         "mismatch": None if not mismatch else max(row["mismatch"] for row in mismatch),
         "declared": all(not row["declared"] for row in mismatch),
         "ranking": [
-            {"layer": row["layer"], "added": f"{row['added']:+.5f}", "flops": _percent(row["flops"])}
+            {
+                "layer": row["layer"], "costs": [told(row, key) for key in ("added", *GEMMS)],
+                "flops": _percent(row["flops"]),
+            }
             for row in sensitivity.get("layers", [])[:SHOWN]
-        ],
+        ],  # fmt: skip
         "keep_bf16": sensitivity.get("keep_bf16", ""),
         "kept": _percent(sensitivity.get("kept_flops", 0.0)),
     }

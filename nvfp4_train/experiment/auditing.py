@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nvfp4_train.auditing import Audit, audit
+from nvfp4_train.auditing.sensitivity import rank_layers, told
 from nvfp4_train.auditing.statistics import by_operand
 from nvfp4_train.conversion import convert
 from nvfp4_train.experiment import checkpoint
@@ -26,9 +26,10 @@ from nvfp4_train.experiment.data import load_corpus
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
 from nvfp4_train.experiment.model import build_model
 from nvfp4_train.experiment.randomness import isolated
-from nvfp4_train.experiment.record import choose_device, job_folder
+from nvfp4_train.experiment.record import choose_device, job_folder, refuse_another
 from nvfp4_train.experiment.train import next_token_loss
 from nvfp4_train.recipe import Recipe, load_recipe
+from nvfp4_train.schedule import GEMMS
 
 AUDIT_FILE = "audit.json"  # in the run folder; the report has a section for it
 ROWS = 2  # sequences a microbatch: the audit works everything out again in float64
@@ -49,6 +50,8 @@ def audit_subject(
         recipe = load_recipe(subject)
         return {recipe.name: audit_recipe(recipe, require, sensitivity)}
     experiment = load_experiment(subject)
+    if out is not None:
+        refuse_another(experiment, out)
     arms = [experiment.arm(arm)] if arm else [a for a in experiment.all_arms if not a.recipe.quantizes_nothing]
     if not arms:
         raise ExperimentError(f"{experiment.path}: no arm quantizes anything: there is nothing to audit")
@@ -71,7 +74,9 @@ def audit_lines(audits: dict[str, Audit]) -> list[str]:
         lines += [_operand_line(row) for row in by_operand(found.statistics)]
         if found.sensitivity:
             lines += [
-                f"  adds {row['added']:+.5f} nats  {row['layer']}  ({100 * row['flops']:.1f}% of the quantized FLOPs)"
+                f"  adds {told(row, 'added')} nats  {row['layer']}  ("
+                f"{', '.join(f'{gemm} {told(row, gemm)}' for gemm in GEMMS)}; "
+                f"{100 * row['flops']:.1f}% of the quantized FLOPs)"
                 for row in found.sensitivity["layers"][:10]
             ]
             kept = found.sensitivity["kept_flops"]
@@ -155,8 +160,7 @@ def audit_arm(
     convert(model, arm.recipe, backend=arm.backend)
     step = 0
     if out is not None and (folder := checkpoint.latest(job_folder(out, arm.name, seed) / "checkpoint")) is not None:
-        model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-        step = int(folder.name.removeprefix(checkpoint.PREFIX))
+        step = checkpoint.load(folder, model, checkpoint.identity(experiment, arm, seed, model))["step"]
     if settings.compile:
         model.compile()
     rows = min(ROWS, settings.batch_size)
@@ -179,8 +183,6 @@ def _audited(
     with isolated(device, "audit", recipe.name):
         found = audit(model, losses, recipe, require=require, **steps)
         if sensitivity and not recipe.quantizes_nothing:
-            from nvfp4_train.auditing.sensitivity import rank_layers
-
             found.sensitivity = rank_layers(model, losses, found.coverage)
     return found
 

@@ -12,12 +12,14 @@ A kill between any two instructions leaves either the old one, or both, or the n
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,10 +29,22 @@ from torch import Tensor, nn
 from nvfp4_train.experiment.diagnosis import first_bad_weight
 from nvfp4_train.experiment.distributed import World
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
-from nvfp4_train.sharding import is_sharded
+from nvfp4_train.experiment.weights import fill, refuse_other_weights, whole_weights
+
+if TYPE_CHECKING:
+    from nvfp4_train.experiment.config import Arm, Experiment
 
 PREFIX = "step_"
 SHARDS = "shards"
+WEIGHTS = "model.safetensors"
+
+
+def identity(experiment: Experiment, arm: Arm, seed: int, model: nn.Module) -> dict[str, Any]:
+    """What a job's checkpoints belong to."""
+    return {
+        "experiment": experiment.name, "settings": experiment.digest(), "arm": arm.name, "seed": seed,
+        "recipe": arm.text, "model": type(model).__name__,
+    }  # fmt: skip
 
 
 def save(folder: Path, step: int, model: nn.Module, state: dict[str, Any], identity: dict[str, Any]) -> Path:
@@ -40,7 +54,7 @@ def save(folder: Path, step: int, model: nn.Module, state: dict[str, Any], ident
     buffer = io.BytesIO()
     torch.save(state, buffer)
     files = {
-        "model.safetensors": to_safetensors(_untied(model), metadata={"format": "pt"}),
+        WEIGHTS: to_safetensors(whole_weights(model), metadata={"format": "pt"}),
         **_described(step, model, identity), "state.pt": buffer.getbuffer(),
     }  # fmt: skip
     with disk_faults(folder):
@@ -66,14 +80,14 @@ def save_shards(
                 _begin(folder, scratch)
     with world.together():
         sharded_checkpoint.save(scratch / SHARDS, model, optimizer)
-    weights = _untied(model) if whole else None  # every rank sends its part of each
+    weights = whole_weights(model) if whole else None  # every rank sends its part of each
     with world.together():
         if world.is_first:
             buffer = io.BytesIO()
             torch.save(state, buffer)
             files = {**_described(step, model, identity), "state.pt": buffer.getbuffer()}
             if weights is not None:
-                files["model.safetensors"] = to_safetensors(weights, metadata={"format": "pt"})
+                files[WEIGHTS] = to_safetensors(weights, metadata={"format": "pt"})
             with disk_faults(folder):
                 _publish(scratch, final, files)
     return final
@@ -111,14 +125,27 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path, model: nn.Module, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Puts the weights into `model` and returns the state; refuses another experiment's file, and NaN weights."""
-    weights, state = _read(path, identity)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if name not in _tied_names(model)]
-    if missing or unexpected:
-        raise ExperimentError(f"the checkpoint {path} belongs to another model: {', '.join(missing + unexpected)}")
+def load(path: Path, model: nn.Module, identity: dict[str, Any]) -> dict[str, Any]:
+    """Puts the weights into `model`, on one process, and returns the state.
+
+    Refuses another experiment's checkpoint, weights that are not exactly those of `model`, and NaN.
+    """
+    state = _state(path, identity)
+    load_weights(path, model)
     return state
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """The weights alone, written by one process or in shards by any number of ranks; refuses what `load` refuses."""
+    if (path / WEIGHTS).is_file() or not (path / SHARDS).is_dir():
+        fill(path, _whole(path), model)
+        return
+    from nvfp4_train.experiment import sharded_checkpoint  # imports much that one process has no use for
+
+    with _readable(path):
+        sharded_checkpoint.load(path / SHARDS, model)
+    if weight := first_bad_weight(model):
+        raise ExperimentError(f"the checkpoint {path} is damaged: {weight}; delete it")
 
 
 def resume(
@@ -131,42 +158,58 @@ def resume(
     from nvfp4_train.experiment import sharded_checkpoint
 
     with world.together():
-        shards = (path / SHARDS).is_dir()
-        weights, state = _read(path, identity, whole=not shards)
-    if shards:
-        with world.together():
+        state = _state(path, identity)
+        whole = None if (path / SHARDS).is_dir() else _whole(path)
+    if whole is None:
+        with world.together(), _readable(path):
             sharded_checkpoint.load(path / SHARDS, model, optimizer)
         if weight := world.first(first_bad_weight(model)):
             raise ExperimentError(f"the checkpoint {path} is damaged: {weight}; delete it")
     elif world.size == 1:
-        load(path, model, identity, world.device)
+        fill(path, whole, model)
         optimizer.load_state_dict(state["optimizer"])
     else:
         with world.together():
-            sharded_checkpoint.fill_from_whole(weights, state["optimizer"], model, optimizer)
+            refuse_other_weights(path, whole, model)
+            sharded_checkpoint.fill_from_whole(whole, state["optimizer"], model, optimizer)
     return state
 
 
-def _read(path: Path, identity: dict[str, Any], whole: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(weights, state) of a checkpoint that belongs to `identity`; no weights where the ranks wrote shards."""
-    try:
+def _state(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """state.pt of a checkpoint that belongs to `identity`."""
+    with _readable(path):
         found = json.loads((path / "checkpoint.json").read_text())
-        weights = load_file(path / "model.safetensors") if whole else {}
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    except Exception as error:  # truncated or foreign files fail in as many ways as there are libraries
-        raise ExperimentError(
-            f"the checkpoint {path} cannot be read ({type(error).__name__}: {error}); delete it to begin anew"
-        ) from error
     for key, wanted in identity.items():
         if found.get(key) != wanted:
             raise ExperimentError(
                 f"the checkpoint {path} belongs to another {key.replace('_', ' ')}: {_short(found.get(key))}, "
                 f"here it is {_short(wanted)}; choose another --out"
             )
-    for name, tensor in weights.items():
+    return state
+
+
+def _whole(path: Path) -> dict[str, Tensor]:
+    """The weights in model.safetensors, all finite."""
+    with _readable(path):
+        found = load_file(path / WEIGHTS)
+    for name, tensor in found.items():
         if not torch.isfinite(tensor).all():
             raise ExperimentError(f"the checkpoint {path} is damaged: the weight {name} holds NaN or Inf; delete it")
-    return weights, state
+    return found
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Around reading a file of the checkpoint."""
+    try:
+        yield
+    except ExperimentError:
+        raise
+    except Exception as error:  # truncated or foreign files fail in as many ways as there are libraries
+        raise ExperimentError(
+            f"the checkpoint {path} cannot be read ({type(error).__name__}: {error}); delete it to begin anew"
+        ) from error
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
@@ -199,23 +242,6 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _untied(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state_dict with each shared tensor once: safetensors refuses the same memory under two names."""
-    tied = _tied_names(model)
-    whole = {n: t.detach() for n, t in model.state_dict().items() if n not in tied}
-    return {n: (t.full_tensor() if is_sharded(t) else t).cpu().contiguous() for n, t in whole.items()}
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    """Every name but the first of a parameter that has several."""
-    first: dict[int, str] = {}
-    return {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
 
 
 def _short(value: Any) -> str:

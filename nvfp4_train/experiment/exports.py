@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from nvfp4_train.conversion import convert, set_progress
 from nvfp4_train.experiment import checkpoint as checkpoints
 from nvfp4_train.experiment.config import DATA
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
+from nvfp4_train.experiment.model import load_pretrained
 from nvfp4_train.experiment.token_files import TokenFiles
 from nvfp4_train.exporting.writing import ExportError, ExportReport, calibrate, export
 from nvfp4_train.recipe import Recipe, load_recipe
@@ -52,7 +52,9 @@ def export_checkpoint(
     home = folder.parents[1] if known else folder.parent
     out = out or home / f"{folder.name}-{format}"
     try:
-        model = _model(folder)
+        model = _model(folder, known)
+    except ExperimentError:
+        raise
     except Exception as error:  # torn and foreign folders fail in as many ways as there are libraries
         raise ExperimentError(f"the checkpoint {folder} cannot be read: {' '.join(str(error).split())}") from error
     convert(model, chosen)
@@ -69,22 +71,15 @@ def export_checkpoint(
         raise ExperimentError(f"{folder}: {error}") from None
 
 
-def _model(folder: Path) -> nn.Module:
-    """The whole model in float32, of one process's checkpoint or from the shards of many ranks."""
+def _model(folder: Path, known: dict[str, Any]) -> nn.Module:
+    """The whole model in float32: of a run, by one process or from the shards of many ranks, or of another origin."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shards = folder / checkpoints.SHARDS
-    if (folder / "model.safetensors").is_file() or not shards.is_dir():
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    import torch.distributed.checkpoint as dcp
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    kept = model.state_dict()
-    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept}
-    wanted = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process")  # which is what it is
-        dcp.load(wanted, checkpoint_id=shards, no_dist=True)
+    if not known:
+        return load_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    checkpoints.load_weights(folder, model)
     return model
 
 

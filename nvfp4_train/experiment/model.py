@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nvfp4_train.experiment.attention import use_for_graphs
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.randomness import generator, isolated
+from nvfp4_train.experiment.weights import listed_names
 from nvfp4_train.exporting.loading import is_exported, load_exported
 from nvfp4_train.exporting.writing import ExportError
 from nvfp4_train.recipe_errors import did_you_mean
@@ -136,9 +137,11 @@ def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudge
                 if is_exported(folder):
                     model = load_exported(folder, config=config, **kind)
                 else:
-                    model = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **kind)
+                    model = load_pretrained(folder, config=config, **kind)
             else:
                 model = AutoModelForCausalLM.from_config(config, **kind)
+    except ExperimentError as error:
+        raise ExperimentError(f"{experiment.path}: model.checkpoint: {error}") from None
     except ExportError as error:
         raise ExperimentError(f"{experiment.path}: model.checkpoint: {error}") from None
     except Exception as error:  # transformers has no common error for a config that cannot be built
@@ -150,6 +153,19 @@ def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudge
     refuse_non_finite(model, experiment.model.checkpoint or "the freshly initialised model")
     if nudged:
         nudge(model, seed)
+    return model
+
+
+def load_pretrained(folder: Path, **options: Any) -> nn.Module:
+    """The causal language model in a local Hugging Face folder; transformers fills what is missing with random numbers.
+
+    Raises ExperimentError for a folder that lacks weights of its own model.
+    """
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, output_loading_info=True, **options
+    )
+    if missing := sorted(told["missing_keys"]):
+        raise ExperimentError(f"{folder} lacks weights of its model: {listed_names(missing)}")
     return model
 
 

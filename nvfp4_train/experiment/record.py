@@ -30,6 +30,7 @@ from nvfp4_train.experiment.randomness import isolated
 from nvfp4_train.experiment.sections import TrainingSection
 from nvfp4_train.experiment.shares import matmul_shares
 
+RECORD = "record.json"
 PACKAGES = ("nvfp4_train", "torch", "triton", "transformers", "tokenizers", "datasets", "numpy")
 
 
@@ -62,15 +63,21 @@ def prepare_run(experiment: Experiment, out: Path) -> Corpus:
     record = _record(experiment, corpus, device, old)
     with disk_faults(out):
         checkpoint.write_whole(out / "experiment.yaml", experiment.text)
-        checkpoint.write_whole(out / "record.json", json.dumps(record, indent=1))
+        checkpoint.write_whole(out / RECORD, json.dumps(record, indent=1))
     return corpus
+
+
+def refuse_another(experiment: Experiment, out: Path) -> None:
+    """Raises ExperimentError where `out` is the folder of another experiment; one without a record is nobody's."""
+    if (out / RECORD).is_file():
+        _refuse_another(experiment, _read_record(out), out)
 
 
 def _read_record(out: Path) -> dict[str, Any] | None:
     for place in (out, *out.parents):
         if place.exists() and not place.is_dir():
             raise ExperimentError(f"--out {out}: {place} is a file; name a folder")
-    path = out / "record.json"
+    path = out / RECORD
     if path.is_file():
         try:
             return json.loads(path.read_text())

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nvfp4_train.experiment.errors import ExperimentError
+from nvfp4_train.experiment.weights import refuse_another_model
 from nvfp4_train.sharding import is_sharded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,44 +30,44 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     try:
         dcp.save(tensors(model, optimizer), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        reasons = "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
-        raise ExperimentError(f"cannot write the checkpoint {folder}: {reasons}") from error
+        raise ExperimentError(f"cannot write the checkpoint {folder}: {_reasons(error)}") from error
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fills `model` and `optimizer`, in place, on whatever ranks there are. A collective."""
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fills `model` and `optimizer`, in place, on whatever ranks there are. A collective.
+
+    Without an optimizer only the weights are read, by a process that wants to look at them.
+    """
     found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted = tensors(model, optimizer)
-    missing = sorted(set(_names(wanted)) - set(found))
-    unexpected = sorted(set(found) - set(_names(wanted)))
-    if missing or unexpected:
-        raise ExperimentError(f"the checkpoint {folder} belongs to another model: {', '.join(missing + unexpected)}")
-    for name, tensor in _names(wanted).items():
-        if tuple(found[name].size) != tuple(tensor.shape):
-            raise ExperimentError(
-                f"the checkpoint {folder} belongs to another model: {name} is {tuple(found[name].size)} there and "
-                f"{tuple(tensor.shape)} here"
-            )
+    for part, those in wanted.items():  # torch.distributed.checkpoint names them model.NAME, optimizer.NAME
+        there = {name.removeprefix(f"{part}."): t.size for name, t in found.items() if name.startswith(f"{part}.")}
+        refuse_another_model(folder, there, {name: tensor.shape for name, tensor in those.items()})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process")  # which is what it is then
-        dcp.load(wanted, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        try:
+            dcp.load(wanted, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # no Exception: it would pass all who handle those
+            raise ExperimentError(
+                f"the checkpoint {folder} cannot be read ({_reasons(error)}); delete it to begin anew"
+            ) from error
 
 
-def _names(wanted: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """As `torch.distributed.checkpoint` flattens them."""
-    return {f"{part}.{name}": tensor for part, those in wanted.items() for name, tensor in those.items()}
+def _reasons(error: CheckpointException) -> str:
+    """What the ranks met, each thing once."""
+    return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
     """{"model": {name: tensor}, "optimizer": {name.key: tensor}}: the live tensors, once each where they are tied."""
     values, moments = {}, {}
     for name, parameter in model.named_parameters():
         values[name] = parameter.detach()
-        if parameter.requires_grad:
+        if optimizer is not None and parameter.requires_grad:
             moments |= {f"{name}.{key}": value for key, value in _state(optimizer, parameter).items()}
     kept = model.state_dict().keys()
     values |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {"model": values, "optimizer": moments}
+    return {"model": values} if optimizer is None else {"model": values, "optimizer": moments}
 
 
 def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -134,10 +134,7 @@ class Job:
             for key in ("compile", "cuda_graphs"):
                 if getattr(settings, key):
                     randomness.refuse_dropout(self.model, key)
-        self.identity = {
-            "experiment": experiment.name, "settings": experiment.digest(), "arm": arm, "seed": seed,
-            "recipe": self.arm.text, "model": type(self.model).__name__,
-        }  # fmt: skip
+        self.identity = checkpoint.identity(experiment, self.arm, seed, self.model)
         self.laid_out = world.wrap(experiment, self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.replayed = Replayed(self._forward_backward, self.parameters) if settings.cuda_graphs else None
