@@ -38,7 +38,7 @@ def test_float32_products_are_not_tf32(name, rows):
     try:
         for device in ("cpu", "cuda"):
             torch.backends.cuda.matmul.allow_tf32 = True
-            leaf, layer = x.to(device).requires_grad_(), m.to(device)
+            leaf, layer = x.clone().to(device).requires_grad_(), m.to(device)
             layer.zero_grad()
             with ledger.recording() as log:
                 y = layer(leaf)
@@ -63,7 +63,7 @@ def test_layers_run_on_the_device_as_on_the_host(name):
         twin.load_state_dict(m[0].state_dict())
         nt.set_progress(torch.nn.Sequential(twin), 0, 10)
         seeds[device] = twin
-        leaf = x.to(device).requires_grad_()
+        leaf = x.clone().to(device).requires_grad_()
         y = twin(leaf)
         y.backward(dy.to(device))
         results.append([t.detach().cpu() for t in (y, leaf.grad, twin.weight.grad)])

@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 TABLE = {  # kind of work -> tile for a large tensor
     "rows": Tile(16, 128, 2),
-    "square": Tile(16, 128, 2, each=1),
+    "square": Tile(16, 256, 2, each=1),
     "columns": Tile(16, 128, 1, vector=4, registers=128),
     "columns_stochastic": Tile(16, 128, 1, vector=4, registers=168, ahead=True),
     "columns_packed": Tile(16, 128, 1, vector=4, registers=128, ahead=True),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nvfp4_kernels.reference.decode import decode
 from nvfp4_kernels.scheme import Scheme
 from nvfp4_train.ledger import Product, Quantization
+from nvfp4_train.quantization import layer_input
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 # The two operands of each GEMM: the tensor it comes from, and whether the operand is that tensor's transpose.
@@ -152,6 +153,7 @@ class Tape:
     def _before(self, name: str, module: nn.Module):
         def hook(_module, inputs):
             x, *others = inputs
+            x = layer_input(x, name)  # under autocast, what is quantized is the cast input
             call = Call(name, self._count(name))
             call.sources = {"input": _matrix(x).detach(), "weight": module.weight.detach()}
             call.channels = module._buffers.get("quantizer_channels")
