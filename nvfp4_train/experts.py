@@ -12,18 +12,32 @@ transposed weights, biases, no gate or an interleaved one included.
 
 The group is a loop over the experts that have tokens. A grouped GEMM in one launch (``torch._grouped_mm``) rounds to
 BF16 before the global scales could enter, which is a second rounding; the loop costs one wait for the token counts a
-forward pass. Draws of stochastic rounding are keyed by the expert: they do not depend on who else has tokens.
+forward pass. Draws of stochastic rounding are keyed by the expert: they do not depend on who else has tokens. Splits,
+masks and requantized operands (linear_mechanisms.py) are each expert's own, too; the mean of a split is over its
+tokens.
 """
 
 import torch
 from torch import Tensor, nn
 
+from nvfp4_train import layer_state
 from nvfp4_train.quantization import INPUT_TYPES, draw_seed
 from nvfp4_train.recipe import Recipe, load_recipe
 from nvfp4_train.swapping import Quantized
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 SEED_STEP = 0x9E3779B1  # odd, so that no two experts of a layer share a key
+
+
+def why_not_recipe(recipe: Recipe) -> str | None:
+    """Why experts cannot run a recipe, or None."""
+    kept = layer_state.remembered(recipe)
+    if kept is None:
+        return None
+    return (
+        f"recipe {recipe.name} keeps {kept} from step to step, for one weight a layer; experts hold many, and not each "
+        "has tokens in each step"
+    )
 
 
 class QuantizedExperts(Quantized):
@@ -58,6 +72,11 @@ class QuantizedExperts(Quantized):
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
         self._set_up(load_recipe(recipe), label, backend)
+
+    def _set_up(self, recipe: Recipe, label: str, backend: str | None) -> None:
+        if (reason := why_not_recipe(recipe)) is not None:
+            raise ValueError(f"{label}: {reason}")
+        super()._set_up(recipe, label, backend)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
