@@ -4,7 +4,7 @@
     nt.set_progress(model, step, total_steps, measured={"grad_to_noise": ratio})
 
 ``grad_to_noise``: the norm of the gradient over the norm of its quantization noise. Training in few bits stops to help
-when it falls under sqrt(3) (arXiv:2505.19115, section 4: noise above the gradient's norm / sqrt(3 d) a coordinate).
+when it falls under sqrt(3) (arXiv:2505.19115, section 4.1: noise above the gradient's norm / sqrt(3 d) a coordinate).
 """
 
 import math

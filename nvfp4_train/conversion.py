@@ -116,7 +116,7 @@ def convert(
     chosen: dict[str, nn.Module] = {}
     skipped: list[Skipped] = []
     for name, module in survey.convertible().items():
-        reason = kept.get(module) or by_place.get(module) or survey.why_not(module) or _beyond(module, recipe)
+        reason = kept.get(module) or by_place.get(module) or survey.why_not(module, recipe)
         if reason is None:
             chosen[name] = module
         else:
@@ -138,16 +138,6 @@ def convert(
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0  # its fused inference path would read the weights unquantized
     return ConversionReport(recipe.name, list(chosen), skipped, elements=_elements(survey, chosen))
-
-
-def _beyond(module: nn.Module, recipe: Recipe) -> str | None:
-    """Why a recipe cannot run in a module that is no nn.Linear, or None."""
-    simple = recipe.oscillation_reset is None and all(recipe.plan(start).simple for start in recipe.starts)
-    if isinstance(module, nn.Linear) or simple:
-        return None
-    return (
-        f"recipe {recipe.name} does more than quantize the two operands of each GEMM, for which it needs an nn.Linear"
-    )
 
 
 def _twin(module: nn.Module, recipe: Recipe, name: str, backend: str | None) -> QuantizedLinear | Quantized:

@@ -11,7 +11,8 @@ experts interface (``use_experts_implementation``): Mixtral, Qwen3-MoE, DeepSeek
 transposed weights, biases, no gate or an interleaved one included.
 
 The group is a loop over the experts that have tokens, and the host waits once a forward pass for the token counts.
-Draws of stochastic rounding are keyed by the expert: they do not depend on who else has tokens.
+Draws of stochastic rounding are keyed by the expert: they do not depend on who else has tokens. Splits, masks and
+requantized operands (linear_mechanisms.py) are each expert's own, too; the mean of a split is over its tokens.
 
 Why no grouped GEMM: each expert's product is ``alpha * (a @ b.T)`` with an alpha of its own, a float32 on the device
 that must enter before the one rounding (gemm.py). Tried and read, torch 2.11 to 2.13:
@@ -30,12 +31,24 @@ What the loop costs is in ``experiments/2026-11-30_experts``.
 import torch
 from torch import Tensor, nn
 
+from nvfp4_train import layer_state
 from nvfp4_train.quantization import INPUT_TYPES, draw_seed, layer_input
 from nvfp4_train.recipe import Recipe, load_recipe
 from nvfp4_train.swapping import Quantized
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 SEED_STEP = 0x9E3779B1  # odd, so that no two experts of a layer share a key
+
+
+def why_not_recipe(recipe: Recipe) -> str | None:
+    """Why experts cannot run a recipe, or None."""
+    kept = layer_state.remembered(recipe)
+    if kept is None:
+        return None
+    return (
+        f"recipe {recipe.name} keeps {kept} from step to step, for one weight a layer; experts hold many, and not each "
+        "has tokens in each step"
+    )
 
 
 class QuantizedExperts(Quantized):
@@ -70,6 +83,11 @@ class QuantizedExperts(Quantized):
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
         self._set_up(load_recipe(recipe), label, backend)
+
+    def _set_up(self, recipe: Recipe, label: str, backend: str | None) -> None:
+        if (reason := why_not_recipe(recipe)) is not None:
+            raise ValueError(f"{label}: {reason}")
+        super()._set_up(recipe, label, backend)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

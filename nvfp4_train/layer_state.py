@@ -14,13 +14,25 @@ from torch import Tensor, nn
 
 from nvfp4_kernels.scheme import Scheme, Split
 from nvfp4_train.operators import operator, shapes_of
+from nvfp4_train.recipe import Recipe
 
 PREFIX = "quantizer_"
 NORMS, CHANNELS = f"{PREFIX}channel_norms", f"{PREFIX}channels"
 
 
-def prepare(layer: nn.Linear) -> None:
-    """Gives ``layer`` the buffers that its recipe needs at any time of training."""
+def remembered(recipe: Recipe) -> str | None:
+    """What layers keep from step to step for a recipe, in words; None if nothing."""
+    schemes = [Scheme.parse(text) for text in recipe.operand_texts if text != "bf16"]
+    parts = {
+        "amaxes of the steps before": any(scheme.history for scheme in schemes),
+        "norms of channels": any(scheme.split is not None and scheme.split.observe is not None for scheme in schemes),
+        "moves of each weight": recipe.oscillation_reset is not None,
+    }
+    return ", ".join(name for name, kept in parts.items() if kept) or None
+
+
+def prepare(layer: nn.Module) -> None:
+    """Gives ``layer``, of one weight, the buffers that its recipe needs at any time of training."""
     for name, text in layer.recipe.operands_by_name:
         scheme = None if text == "bf16" else Scheme.parse(text)
         if scheme is None:
@@ -32,7 +44,7 @@ def prepare(layer: nn.Linear) -> None:
             _buffer(layer, CHANNELS, channel_count(layer.in_features, scheme.split), torch.int64)
 
 
-def _buffer(layer: nn.Linear, name: str, length: int, dtype: torch.dtype) -> None:
+def _buffer(layer: nn.Module, name: str, length: int, dtype: torch.dtype) -> None:
     if name not in layer._buffers:
         layer.__dict__["_buffers"] = dict(layer._buffers)  # from_linear shares the dict with the layer it replaces
         layer.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)

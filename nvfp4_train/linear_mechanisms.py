@@ -1,4 +1,4 @@
-"""The linear layer of recipes that do more than quantize two operands for each GEMM; linear.py has the plain one.
+"""The products of recipes that do more than quantize two operands for each GEMM; linear.py has the plain ones.
 
     split: mean       x = 1 m.T + r; r is quantized, the mean m over the tokens is not:   y = r_q w_q.T + 1 (w_q m).T
                       Wgrad, with dy = 1 g.T + s:  dw = s_q.T r_q + M g m.T   (the crossed products vanish: r and s

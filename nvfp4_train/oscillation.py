@@ -53,11 +53,8 @@ def after_optimizer_step(model: nn.Module, step: int, total_steps: int) -> int:
         settings = getattr(getattr(layer, "recipe", None), "oscillation_reset", None)
         if settings is None or not hasattr(layer, "plan") or layer.plan.fprop_weight == "bf16":
             continue
-        for name, weight in _weights(layer).items():
-            if is_sharded(weight):
-                raise ValueError(
-                    f"{layer.label}: oscillation_reset needs whole weights, and {name} is sharded over ranks"
-                )
+        if is_sharded(layer.weight):
+            raise ValueError(f"{layer.label}: oscillation_reset needs whole weights, and weight is sharded over ranks")
         reset += _after_step(layer, settings, step, total_steps)
         layer.oscillation_step = step
     return reset
@@ -81,8 +78,9 @@ def _begins(settings: OscillationReset, total_steps: int) -> int:
     return math.ceil(Fraction(str(settings.start)) * total_steps)  # exact: no float's last digit adds a step
 
 
-def _weights(layer: nn.Module) -> dict[str, nn.Parameter]:
-    return {"weight": layer.weight} if isinstance(layer, nn.Linear) else layer.weights()
+def _matrix(layer: nn.Module) -> Tensor:
+    """The layer's one weight as Fprop reads it, ``[out, in]``: transformers' Conv1D keeps the transpose."""
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
 
 
 def _after_step(layer: nn.Module, settings: OscillationReset, step: int, total_steps: int) -> int:
@@ -91,7 +89,7 @@ def _after_step(layer: nn.Module, settings: OscillationReset, step: int, total_s
     if step < begins or place > settings.window:
         layer.oscillation = None
         return 0
-    weight = layer.weight
+    weight = _matrix(layer)
     now, quantized = weight.float(), _quantized(weight, layer.plan.fprop_weight)
     if place == 0 or layer.__dict__.get("oscillation") is None:
         layer.oscillation = Window(now.clone(), quantized, torch.zeros_like(now), torch.zeros_like(now))

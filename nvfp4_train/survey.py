@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from nvfp4_train.experts import is_experts, why_not_experts
+from nvfp4_train.experts import is_experts, why_not_experts, why_not_recipe
 from nvfp4_train.quantization import INPUT_TYPES
+from nvfp4_train.recipe import Recipe
 from nvfp4_train.recipe_errors import did_you_mean
 from nvfp4_train.selection import Blocks, KeepBF16
 from nvfp4_train.swapping import Quantized
@@ -63,10 +64,12 @@ class Survey:
         """The modules of a kind that can be converted: nn.Linear, experts and Conv1D of transformers."""
         return {name: module for name, module in self.modules.items() if is_convertible(module)}
 
-    def why_not(self, module: nn.Module) -> str | None:
-        """Why a module of a convertible kind must stay as it is, or None."""
+    def why_not(self, module: nn.Module, recipe: Recipe) -> str | None:
+        """Why a module of a convertible kind must stay as it is under ``recipe``, or None."""
+        if is_experts(module):
+            return why_not_experts(module) or why_not_recipe(recipe)
         if not isinstance(module, nn.Linear):
-            return why_not_experts(module) if is_experts(module) else why_not_conv1d(module)
+            return why_not_conv1d(module)
         if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
             return "its forward is not nn.Linear's"
         if module.__dict__.get("_compiled_call_impl") is not None:

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from nvfp4_train import layer_state
 from nvfp4_train.quantization import INPUT_TYPES, draw_seed, layer_input
+from nvfp4_train.recipe import Recipe
 from nvfp4_train.swapping import Quantized
 
 
@@ -11,13 +13,22 @@ class QuantizedConv1D(Quantized):
     """Conv1D with quantized Fprop, Dgrad and Wgrad; parameters and state_dict are those of Conv1D.
 
     The weight operand of Fprop is the transpose ``[out, in]``: blocks lie as they would in an ``nn.Linear`` of the
-    same function. Shapes: input ``[..., in]``, output ``[..., out]``. ValueError for input of a wrong size or dtype.
+    same function, and every recipe gives that layer's numbers. Shapes: input ``[..., in]``, output ``[..., out]``.
+    ValueError for input of a wrong size or dtype.
     """
 
     products = ("weight",)
 
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0]
+
+    def _set_up(self, recipe: Recipe, label: str, backend: str | None) -> None:
+        super()._set_up(recipe, label, backend)
+        layer_state.prepare(self)
+
     def forward(self, x: Tensor) -> Tensor:
-        features, out_features = self.weight.shape
+        features, out_features = self.in_features, self.weight.shape[1]
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"{self.label}: input has shape {tuple(x.shape)}, expected {features} features")
         x = layer_input(x, self.label)

@@ -171,8 +171,9 @@ def test_checkpointed_and_frozen_layers_are_healthy():
     assert found.ok, str(found)
 
 
+@pytest.mark.parametrize("recipe", ["nvidia_nvfp4", "quartet"])
 @pytest.mark.parametrize("kind", ["GPT2Config", "MixtralConfig"])
-def test_experts_and_conv1d_are_healthy(kind):
+def test_experts_and_conv1d_are_healthy(kind, recipe):
     import transformers
 
     sizes = {
@@ -185,9 +186,10 @@ def test_experts_and_conv1d_are_healthy(kind):
     config = getattr(transformers, kind)(vocab_size=32, bos_token_id=0, eos_token_id=0, **sizes[kind])
     torch.manual_seed(0)
     net = transformers.AutoModelForCausalLM.from_config(config)
-    report = nt.convert(net, "nvidia_nvfp4")
+    report = nt.convert(net, recipe)
     found = nt.audit(net, microbatches(net, lambda tokens: net(input_ids=tokens, use_cache=False).logits))
     assert found.ok, str(found)
+    assert len(report.converted) == (4 if kind == "GPT2Config" else 5)
     rows = {row["layer"] for row in found.coverage["phases"][0] if row["ours"]}
     assert all(any(row.startswith(name) for row in rows) for name in report.converted)
 

@@ -133,7 +133,26 @@ def test_experts_can_be_kept_in_bf16():
     assert type(m.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
 
 
-def test_recipes_that_need_more_than_two_operands_leave_experts_and_say_so():
-    report = nt.convert(moe("mixtral"), "averis")
+@pytest.mark.parametrize("name", ["averis", "quartet"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_recipes_that_do_more_than_quantize_two_operands_train_experts(kind, name):
+    """With plain and with transposed weights and biases; all three GEMMs ran in the recipe's formats."""
+    model = moe(kind)
+    report = nt.convert(model, name)
+    assert len(report.converted) == 10
+    tokens = torch.arange(40).reshape(2, 20)
+    with ledger.recording() as log:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    assert loss.isfinite()
+    ran = {(row["layer"], row["gemm"], row["a"]) for row in log.gemms() if ".experts." in row["layer"]}
+    assert len(ran) == 2 * 2 * 3 and all(a != "bf16" for _, _, a in ran)
+    for layer in converted_experts(model).values():
+        assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in layer.parameters())
+
+
+def test_recipes_that_remember_leave_experts_and_say_so():
+    report = nt.convert(moe("mixtral"), "tetrajet2")
     assert len(report.converted) == 8
-    assert "recipe averis does more than quantize" in reasons(report)["model.layers.1.mlp.experts"]
+    told = reasons(report)["model.layers.1.mlp.experts"]
+    assert "recipe tetrajet2 keeps norms of channels, moves of each weight from step to step" in told

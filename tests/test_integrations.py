@@ -15,6 +15,10 @@ from nvfp4_train.conversion import converted_layers
 
 torch.set_num_threads(1)
 LATE = "nvidia_nvfp4_late_fprop"  # Fprop in BF16 from 82% on
+# nothing is drawn; what moved at all in steps 2 to 5 of 7 is set to its quantized value after step 5
+RESETS = nt.load_recipe("nvidia_nvfp4_no_sr").to_dict() | {
+    "oscillation_reset": {"from": 0.25, "every": 100, "window": 3, "ratio": 1e-9}
+}
 
 
 def llama(seed=0):
@@ -36,7 +40,7 @@ def fprop_weights(model):
 # transformers.Trainer
 
 
-def hf_trainer(folder, steps, stop=None, **options):
+def hf_trainer(folder, steps, stop=None, recipe=LATE, **options):
     """(trainer, what each step's Fprop weight was). ``stop`` ends it early, as a kill would after a save."""
     pytest.importorskip("accelerate", reason="accelerate, which transformers.Trainer needs, is not installed")
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -56,7 +60,7 @@ def hf_trainer(folder, steps, stop=None, **options):
         save_steps=5, logging_steps=100, disable_tqdm=True, learning_rate=1e-2, **options,
     )  # fmt: skip
     trainer = Trainer(llama(), arguments, train_dataset=data)
-    report = set_up(trainer, LATE)
+    report = set_up(trainer, recipe)
     assert len(report.converted) == 14
     trainer.add_callback(Watch())
     return trainer, seen
@@ -88,10 +92,24 @@ def test_transformers_trainer_counts_optimizer_steps(tmp_path):
     assert [kind == {"bf16"} for kind in seen] == [False] * 5 + [True]
 
 
+def test_transformers_trainer_tells_of_each_optimizer_step(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, _ = hf_trainer(tmp_path, 7, recipe=RESETS, gradient_accumulation_steps=2)
+        told = []
+        layer = next(iter(converted_layers(trainer.model).values()))
+        trainer.add_callback(type("Watch", (type(trainer.callback_handler.callbacks[-1]),), {
+            "on_step_end": lambda self, *_, **__: told.append((layer.oscillation_step, layer.oscillation is not None)),
+        })())  # fmt: skip
+        trainer.train()
+    assert told == [(step, step in (2, 3, 4)) for step in range(7)]
+
+
 # Lightning
 
 
-def lightning_fit(folder, steps, recipe=LATE, resume=None, noise=0, **options):
+def lightning_fit(folder, steps, recipe=LATE, resume=None, noise=0, stop=None, **options):
+    """(module, callback, (step, Fprop weights) of each batch). ``stop``: ends it after so many of its ``steps``."""
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -103,14 +121,16 @@ def lightning_fit(folder, steps, recipe=LATE, resume=None, noise=0, **options):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+            self.model, self.batches = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), []
 
         def training_step(self, batch, index):
+            self.batches.append(batch)
             seen.append((self.trainer.global_step, fprop_weights(self)))
             return (self.model(batch) - batch).square().mean()
 
         def on_train_batch_end(self, *_):
             torch.rand(noise)  # whatever else draws from torch's generator between two batches
+            self.trainer.should_stop |= self.trainer.global_step == stop
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -153,9 +173,36 @@ def test_lightning_counts_optimizer_steps_and_its_batches_draw_alike(tmp_path):
     assert [kind == {"bf16"} for _, kind in seen] == [step / 8 >= 0.82 for step, _ in seen]
 
 
-def test_lightning_without_an_end_refuses_a_schedule(tmp_path):
-    with pytest.raises(ValueError, match="has a schedule: give the Trainer max_steps"):
-        lightning_fit(tmp_path, -1, max_epochs=-1)
+@pytest.mark.parametrize("stop", [None, 3])
+def test_lightning_tells_of_each_optimizer_step(tmp_path, stop):
+    """The same weights as a loop by hand; a run that was stopped in the window goes on with what the window saw."""
+    half = {"recipe": RESETS, "accumulate_grad_batches": 2}
+    trained, *_ = lightning_fit(tmp_path / "first", 7, stop=stop, **half)
+    batches = trained.batches
+    if stop is not None:
+        trained, *_ = lightning_fit(tmp_path / "rest", 7, resume=tmp_path / "first" / "last.ckpt", **half)
+        assert len(batches) == 2 * stop
+        batches = batches + trained.batches
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    nt.convert(model, RESETS | {"keep_bf16": {}})
+    optimizer, counts = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(7):
+        nt.set_progress(model, step, 7)
+        for batch in batches[2 * step : 2 * step + 2]:
+            ((model(batch) - batch).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(nt.after_optimizer_step(model, step, 7))
+    assert counts[5] > 500 and not any(counts[:5] + counts[6:])
+    for one, two in zip(model.parameters(), trained.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("recipe, why", [(LATE, "has a schedule"), (RESETS, "resets weights that oscillate")])
+def test_lightning_without_an_end_refuses_a_recipe_that_goes_by_progress(tmp_path, recipe, why):
+    with pytest.raises(ValueError, match=f"{why}: give the Trainer max_steps"):
+        lightning_fit(tmp_path, -1, recipe=recipe, max_epochs=-1)
 
 
 # Accelerate: no adapter is needed; the example's loop in small
@@ -248,3 +295,37 @@ def test_torchtitan_trainer_moves_the_schedule_before_each_step(monkeypatch):
     for trainer.step in range(1, 11):  # torchtitan counts from 1
         trainer.train_step(iter(()))
     assert [kind == {"bf16"} for _, kind in seen] == [False] * 9 + [True]
+
+
+def test_torchtitan_trainer_tells_of_each_optimizer_step(monkeypatch):
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    from types import SimpleNamespace
+
+    from torchtitan.trainer import Trainer
+
+    from nvfp4_train.integrations.torchtitan import ScheduledTrainer
+
+    def model():
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+        nt.convert(made, RESETS | {"keep_bf16": {}})
+        return made
+
+    @torch.no_grad()
+    def move(of, step):
+        for weight in of.parameters():
+            weight += 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+
+    by_hand, trained = model(), model()
+    monkeypatch.setattr(Trainer, "train_step", lambda self, data: move(trained, self.step))
+    trainer = ScheduledTrainer.__new__(ScheduledTrainer)
+    trainer.model_parts = [trained, nn.Linear(4, 4)]
+    trainer.config = SimpleNamespace(training=SimpleNamespace(steps=7))
+    counts = []
+    for trainer.step in range(1, 8):
+        trainer.train_step(iter(()))
+        move(by_hand, trainer.step)
+        counts.append(nt.after_optimizer_step(by_hand, trainer.step - 1, 7))
+    assert counts[5] > 500 and not any(counts[:5] + counts[6:])
+    for one, two in zip(by_hand.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(one, two)

@@ -35,7 +35,7 @@ def who_ran(
         if module in keep:
             verdicts.held("keep_bf16: a layer that the recipe keeps ran in high precision")
         elif any(where.startswith(f"{name}.") for where in ran):
-            why = survey.why_not(module) or "nothing is known that would keep it from being converted"
+            why = survey.why_not(module, recipe) or "nothing is known that would keep it from being converted"
             verdicts.failed(
                 "not_converted", name, f"a {type(module).__name__} ran in high precision and the recipe does not "
                 f"keep it: {why}. Name it in keep_bf16 if that is meant",
@@ -64,7 +64,7 @@ def skipped(
         module = parents.get(layer) or survey.modules.get(layer)
         reason = keep.get(module) if module is not None else None
         if reason is None and module is not None and module in survey.convertible().values():
-            reason = survey.why_not(module) if module not in layers.values() else None
+            reason = survey.why_not(module, recipe) if module not in layers.values() else None
         reason = reason or ("by the recipe" if layer in labels else "a product outside any nn.Linear")
         found.append({"layer": layer, "reason": reason, "share": count / total})
     attention = sum(row["flops"] for row in rows if row["gemm"] == "attention")

@@ -1,4 +1,4 @@
-"""torchtitan (0.3): a model-config converter, and a Trainer whose loop moves the recipe's schedule.
+"""torchtitan (0.3): a model-config converter, and a Trainer whose loop tells the recipe of its steps.
 
     from nvfp4_train.integrations.torchtitan import NVFP4Converter, ScheduledTrainer
     spec = model_registry("8B", converters=[NVFP4Converter.Config(recipe="nvidia_nvfp4")])
@@ -23,6 +23,7 @@ from torchtitan.trainer import Trainer
 
 from nvfp4_train.conversion import ConversionReport, convert, converted_layers, set_progress
 from nvfp4_train.linear import QuantizedLinear
+from nvfp4_train.oscillation import after_optimizer_step
 from nvfp4_train.recipe import load_recipe
 from nvfp4_train.survey import Skipped
 
@@ -98,15 +99,20 @@ def _skeleton(nodes: dict[str, Linear.Config]) -> nn.Module:
 
 
 class ScheduledTrainer(Trainer):
-    """torchtitan's Trainer; before each step the recipe's schedule moves, without a restart."""
+    """torchtitan's Trainer; before each step the recipe's schedule moves, without a restart; after it, weights that
+    oscillate are reset, where the recipe says so (which needs them whole, not sharded by FSDP)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         pass
 
     def train_step(self, data_iterator):
-        move_schedule(self.model_parts, self.step - 1, self.config.training.steps)
-        return super().train_step(data_iterator)
+        step, total = self.step - 1, self.config.training.steps  # torchtitan counts from 1
+        move_schedule(self.model_parts, step, total)
+        result = super().train_step(data_iterator)
+        for part in self.model_parts:
+            after_optimizer_step(part, step, total)
+        return result
 
 
 def move_schedule(model_parts: list[nn.Module], step: int, total: int) -> bool:
