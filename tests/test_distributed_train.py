@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from nvfp4_train.experiment import checkpoint, sharded_checkpoint
 from nvfp4_train.experiment.auditing import audit_subject
 from nvfp4_train.experiment.checkpoint import WEIGHTS, latest, load_weights
 from nvfp4_train.experiment.compare import compare
@@ -94,6 +95,26 @@ def different(folder, out, changes):
     return run(folder, out, changes if dist.get_rank() else None)
 
 
+def other_out(folder, out):
+    """The second rank writes to another folder."""
+    return run(folder, out.with_name("elsewhere") if dist.get_rank() else out)
+
+
+def unseen(folder, out, killed):
+    """The second rank does not see what the first does, as on a machine with a disk of its own."""
+    if dist.get_rank():
+        with mock.patch.object(checkpoint, "latest", lambda folder: None):
+            return go_on(folder, out, killed, GATHERED)
+    return go_on(folder, out, killed, GATHERED)
+
+
+def unseen_shards(folder, out):
+    save = sharded_checkpoint.save
+    move = "elsewhere" if dist.get_rank() else ""
+    with mock.patch.object(sharded_checkpoint, "save", lambda place, *rest: save(place / move, *rest)):
+        return run(folder, out, FSDP)
+
+
 def outcome(out, arm="nvfp4"):
     """(losses of every step, held-out losses, final weights) of a finished job."""
     folder = out / arm / "seed1"
@@ -118,6 +139,7 @@ FSDP = {"parallel.data": "fsdp"}
 GATHERED = FSDP | {"parallel.gather_fp4": True}
 TENSOR = {"parallel.tensor": 2}
 TWO_PARTS = {"training.accumulation": 2}
+TIED = {"model.config.tie_word_embeddings": True}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +149,7 @@ def folder(tmp_path_factory):
     write_text(place / "text")
     assert run(place, place / "alone") == "finished"
     assert run(place, place / "alone2", TWO_PARTS) == "finished"
+    assert run(place, place / "alone_tied", TWO_PARTS | TIED) == "finished"
     assert run(place, place / "killed1", stop=3) == "killed"
     shutil.copytree(place / "killed1", place / "from1to2")
     shutil.copytree(place / "killed1", place / "lacking")
@@ -147,7 +170,8 @@ def two(folder):
         experiment_in(folder, changes)
     cases = {
         "ddp": job("ddp", TWO_PARTS), "fsdp": job("fsdp", TWO_PARTS | GATHERED),
-        "tensor": job("tensor", TWO_PARTS | TENSOR), "killed2": job("killed2", GATHERED, stop=3),
+        "tied": job("tied", TWO_PARTS | FSDP | TIED), "tensor": job("tensor", TWO_PARTS | TENSOR),
+        "killed2": job("killed2", GATHERED, stop=3),
         "from2to2": (go_on, (folder, folder / "from2to2", folder / "killed2", GATHERED)),
         "from1to2": job("from1to2", GATHERED), "tensor_refused": job("bad", {"parallel.tensor": 3}),
         "accumulation_refused": job("bad", {"training.accumulation": 3}),
@@ -155,6 +179,9 @@ def two(folder):
         "another_recipe": (different, (folder, folder / "bad", {"arms": OTHER_ARMS})),
         "another_setting": (different, (folder, folder / "bad", {"training.learning_rate": 1.0e-4})),
         "lacking": job("lacking"),
+        "other_out": (other_out, (folder, folder / "bad")),
+        "unseen": (unseen, (folder, folder / "unseen", folder / "killed2")),
+        "unseen_shards": (unseen_shards, (folder, folder / "unseen_shards")),
         "another_run": job("alone", {"training.learning_rate": 1.0e-4}),
     }  # fmt: skip
     return on_ranks(2, cases)
@@ -163,10 +190,10 @@ def two(folder):
 OTHER_ARMS = [{"name": "bf16", "recipe": "bf16", "control": True}, {"name": "nvfp4", "recipe": "nvidia_nvfp4_no_sr"}]
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp"])
-def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case):
+@pytest.mark.parametrize(("case", "one"), [("ddp", "alone2"), ("fsdp", "alone2"), ("tied", "alone_tied")])
+def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case, one):
     assert returned(two[case]) == ["finished"] * 2
-    assert_same(outcome(folder / case), outcome(folder / "alone2"))
+    assert_same(outcome(folder / case), outcome(folder / one))
 
 
 def test_tensor_parallel_trains_near_one_process(two, folder):
@@ -214,6 +241,9 @@ def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
         ("accumulation_refused", ["2 data-parallel ranks", "accumulation: 3", "multiple of 2"]),
         ("another_recipe", ["disagree", "the recipe of arm nvfp4"]),
         ("another_setting", ["disagree", "training", "learning_rate"]),
+        ("other_out", ["disagree on --out", "bad", "elsewhere"]),
+        ("unseen", ["disagree on the newest checkpoint in --out", "step_00000002", "none"]),
+        ("unseen_shards", ["step_00000002 is not whole", "__1_0.distcp", "all machines share"]),
         ("broken", ["stopped at step 3", "the weight model.norm.weight is not finite", "step_00000002"]),
         ("lacking", ["belongs to another model", "it lacks model.norm.weight"]),
         ("another_run", ["belongs to another experiment", "learning_rate"]),
