@@ -15,8 +15,10 @@ class QuantizedConv1D(Quantized):
     """
 
     products = ("weight",)
+    kind = "a Conv1D"
 
     def forward(self, x: Tensor) -> Tensor:
+        self._refuse_sharded(x)
         features, out_features = self.weight.shape
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"{self.label}: input has shape {tuple(x.shape)}, expected {features} features")

@@ -47,6 +47,7 @@ class World:
             shape = (self.data_ranks, tensor_ranks)
             self.mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
         self._wrapped: nn.Module | None = None
+        self._compared = False  # the gradients of tensor-parallel ranks, once
 
     @property
     def is_first(self) -> bool:
@@ -121,6 +122,21 @@ class World:
 
         with self.together():  # a backend that the device cannot run, on all ranks alike
             materialise(model, source, self.device)
+
+    def whole_gradients(self, experiment: Experiment, model: nn.Module) -> None:
+        """After a step's last backward: sums what tensor parallelism has left as partial sums.
+
+        The first time it refuses a model whose plan is not all that tensor parallelism would need.
+        """
+        if self.tensor_ranks == 1:
+            return
+        from nvfp4_train.experiment import layouts
+        from nvfp4_train.parallel import whole_gradients
+
+        whole_gradients(model.parameters())
+        if not self._compared:
+            layouts.refuse_other_gradients(self, experiment, model)
+            self._compared = True
 
     def settle(self) -> None:
         """Back to shards: FSDP leaves the root's weights whole after a forward without a backward."""

@@ -186,6 +186,7 @@ class Job:
             group["lr"] = rate
         self.model.train()
         losses = self.world.all_losses([self._watched(part, last=part == parts[-1]) for part in parts])
+        self.world.whole_gradients(self.experiment, self.model)
         norm = distributed.total_norm(self.parameters)
         loss_value, norm_value = torch.stack([losses.mean(), norm.float()]).tolist()
         if not math.isfinite(loss_value):
