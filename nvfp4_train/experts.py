@@ -68,6 +68,7 @@ class QuantizedExperts(Quantized):
     """
 
     products = WEIGHTS
+    kind = "a group of experts"
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
 
     def __init__(
@@ -95,6 +96,7 @@ class QuantizedExperts(Quantized):
 
         An index of ``num_experts`` or more stands for an expert that lives elsewhere: it contributes nothing.
         """
+        self._refuse_sharded(hidden_states, top_k_index, top_k_weights)
         if hidden_states.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
             raise ValueError(
                 f"{self.label}: expected hidden_states [tokens, hidden] and top_k_index [tokens, k], got "

@@ -7,19 +7,44 @@ torch's styles stay as they are: after ``convert`` comes
 What they place is read here from the DTensors themselves; the layer then works on local tensors.
 Sums over ranks (colwise dx, rowwise y) are made by DTensor, in the dtype of the tensor: there, and only there, the
 numbers differ from one process, by the roundings of partial sums.
+
+A norm of the query's and key's heads, between such layers, is ``NormOfHeads()`` in the plan. Experts and Conv1D cannot
+be cut: leave them out of the plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from nvfp4_train.recipe import LinearPlan, Recipe
 from nvfp4_train.sharding import Layout, part_of, piece_of
 
 Localized = tuple[Tensor, Tensor, Tensor | None, Layout, Callable[[Tensor], Tensor]]
+
+
+class NormOfHeads(SequenceParallel):
+    """For ``parallelize_module``: a norm over the last dimension of heads that ranks have shared out (Qwen3's q_norm).
+
+    Each rank normalizes its own heads, as they are; the weight is whole on every rank and the same for all heads, so
+    that its gradient is the sum over ranks. It comes as a DTensor that is a partial sum, as with torch's
+    SequenceParallel: ``whole_gradients`` makes it one before a norm is taken or an optimizer steps; FSDP does so too.
+    """
+
+    def __init__(self) -> None:
+        # Which dimension the heads are in does not matter to a norm over the last one; the first is always there.
+        super().__init__(sequence_dim=0, use_local_output=True)
+
+
+def whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums gradients that are partial sums over ranks, in place of ``.grad``. A collective where there are any."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def localize(label: str, plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Localized:

@@ -119,7 +119,7 @@ def _unit(schemes: dict[int, list[str]], dimension: int) -> int | None:
     return unit
 
 
-def agree(facts: dict[str, str]) -> None:
+def agree(facts: dict[str, str | None]) -> None:
     """Raises ValueError, on every rank, that names the first fact in which a rank differs from the first rank.
 
     A collective over all ranks of the default group; does nothing where there is none.
@@ -128,7 +128,7 @@ def agree(facts: dict[str, str]) -> None:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    everyone: list[dict[str, str | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, facts)
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:

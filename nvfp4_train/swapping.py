@@ -21,6 +21,7 @@ class Quantized(nn.Module):
     """A module whose products run as a recipe says. ``products``: the names of its weights, one ledger row each."""
 
     products: tuple[str, ...] = ()
+    kind = "this module"
 
     @classmethod
     def of(cls, module: nn.Module, recipe: str | dict | Recipe, label: str, backend: str | None = None) -> "Quantized":
@@ -50,6 +51,16 @@ class Quantized(nn.Module):
     def _device(self) -> torch.device:
         return next(iter(self.weights().values())).device
 
+    def _refuse_sharded(self, *inputs: Tensor) -> None:
+        """ValueError where tensor parallelism cut what only a linear layer can be cut in."""
+        for name, tensor in (("input", inputs), ("weight", self.parameters(recurse=False))):
+            if any(map(is_sharded, tensor)):
+                raise ValueError(
+                    f"{self.label}: its {name} is a DTensor, and {self.kind} cannot be cut over ranks: leave it out of "
+                    "the plan of parallelize_module, and give it plain tensors; or, if fully_shard cut it, call it "
+                    "through the module that fully_shard was given"
+                )
+
     def _choose_backend(self) -> None:
         self.device_type = self._device().type
         self.backend = choose(self._device(), self.backend_request, self.recipe.operand_texts)
@@ -58,8 +69,6 @@ class Quantized(nn.Module):
         """``x [M, K] @ weight [N, K].T`` in ``dtype``, its three GEMMs as the plan says."""
         if main_grad is not None and not main_grad.is_contiguous():
             raise ValueError(f"{self.label}: a weight kept as [in, out] cannot gather its gradient in main_grad")
-        if is_sharded(weight):
-            raise ValueError(f"{self.label}: tensor-parallel weights are supported in nn.Linear layers only")
         needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
         if not self.plan.simple:  # splits, requantizes, masks or remembers operands
             return linear_mechanisms.run(self, x, weight, main_grad, seed, where, dtype, needs)

@@ -18,6 +18,7 @@ class QuantizedConv1D(Quantized):
     """
 
     products = ("weight",)
+    kind = "a Conv1D"
 
     @property
     def in_features(self) -> int:
@@ -28,6 +29,7 @@ class QuantizedConv1D(Quantized):
         layer_state.prepare(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        self._refuse_sharded(x)
         features, out_features = self.in_features, self.weight.shape[1]
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"{self.label}: input has shape {tuple(x.shape)}, expected {features} features")

@@ -11,6 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import nvfp4_train as nt
 from nvfp4_train import ledger
+from nvfp4_train.experts import QuantizedExperts
+from nvfp4_train.parallel import NormOfHeads, whole_gradients
+from nvfp4_train.transposed import QuantizedConv1D
 from tests import distributed_models as small
 from tests.distributed_harness import on_ranks, returned
 
@@ -139,6 +142,64 @@ def train_parallel(plan, data_ranks=1, tokens_sharded=False):
     return losses, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
+class Heads(nn.Module):
+    """What a model with norms of its heads does: a projection, a norm over each head, a projection back."""
+
+    def __init__(self, heads=4, size=16):
+        super().__init__()
+        self.size, self.up, self.down = size, nn.Linear(64, heads * size), nn.Linear(heads * size, 64, bias=False)
+        self.norm = nn.RMSNorm(size)
+
+    def forward(self, x):  # [batch, tokens, 64]
+        y = self.norm(self.up(x).view(*x.shape[:-1], -1, self.size).transpose(1, 2))
+        return self.down(y.transpose(1, 2).flatten(2))
+
+
+HEADS_PLAN = {"up": ColwiseParallel(), "norm": NormOfHeads(), "down": RowwiseParallel()}
+
+
+def heads(plan=None):
+    """(output, gradients) of one step, gathered, and the norm's weight on this rank after an SGD step."""
+    torch.manual_seed(0)
+    model = Heads()
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.linspace(0.5, 2.0, 16))
+    nt.convert(model, small.recipe())
+    if plan is not None:
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    x = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(7)
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    whole_gradients(model.parameters())
+    weight = model.norm.weight
+    if isinstance(weight, DTensor):
+        assert weight.grad.placements == weight.placements == (Replicate(),)
+    found = [y.detach(), x.grad, *(whole(p.grad) for p in model.parameters())]
+    torch.optim.SGD([weight], lr=0.1).step()
+    return found, whole(weight.detach())
+
+
+def not_cut(kind, how):
+    """What a user hears who cuts experts or a Conv1D, by hand, or hands them a DTensor."""
+    transformers = pytest.importorskip("transformers")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "experts":
+        layer = QuantizedExperts(2, 32, 32, label="layers.0.mlp.experts")
+        inputs = [torch.randn(8, 32), torch.zeros(8, 1, dtype=torch.long), torch.ones(8, 1)]
+        name = "down_proj"
+    else:
+        layer = QuantizedConv1D.of(transformers.pytorch_utils.Conv1D(64, 32), small.recipe(), "h.0.attn.c_attn")
+        inputs, name = [torch.randn(8, 32)], "weight"
+    if how == "weight":
+        layer.register_parameter(name, nn.Parameter(distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(1)])))
+    else:
+        inputs[0] = distribute_tensor(inputs[0], mesh, [Shard(0)])
+    with pytest.raises(ValueError) as told:
+        layer(*inputs)
+    return str(told.value)
+
+
 @pytest.fixture(scope="module")
 def two():
     cases = {style: (one_layer, (style,)) for style in ("colwise", "rowwise", "tokens")}
@@ -146,6 +207,8 @@ def two():
         "cached": (cached, ()),
         "odd_colwise": (refused, ("colwise", 40)), "odd_rowwise": (refused, ("rowwise", 64, 72)),
         "odd_tokens": (refused, ("tokens", 64, 96, 48)), "plain_input": (plain_input, ()),
+        "heads": (heads, (HEADS_PLAN,)),
+        **{f"{kind}_{how}": (not_cut, (kind, how)) for kind in ("experts", "conv1d") for how in ("weight", "input")},
         "tp": (train_parallel, (PLAN,)), "sp": (train_parallel, (SEQUENCE_PLAN, 1, True)),
     }  # fmt: skip
     return on_ranks(2, cases)
@@ -187,12 +250,26 @@ def test_sharded_tokens_quantize_the_whole(two):
         assert_near(found[3], db)
 
 
+def test_a_norm_of_heads_works_on_each_rank_s_own_and_its_gradient_is_that_of_all(two):
+    expected, weight = heads()
+    (first, one), (second, other) = returned(two["heads"])
+    assert torch.equal(one, other)
+    assert_near(one, weight)
+    for found in (first, second):
+        for value, wanted in zip(found, expected, strict=True):
+            assert_near(value, wanted)
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
         ("odd_colwise", ["blocks.0.up", "size 40", "multiple of 32"]),
         ("odd_rowwise", ["blocks.0.up", "size 72", "multiple of 32"]),
         ("odd_tokens", ["blocks.0.up: input", "size 48", "multiple of 32"]),
+        ("experts_weight", ["layers.0.mlp.experts", "weight is a DTensor", "experts cannot be cut"]),
+        ("experts_input", ["layers.0.mlp.experts", "input is a DTensor", "experts cannot be cut"]),
+        ("conv1d_weight", ["h.0.attn.c_attn", "weight is a DTensor", "Conv1D cannot be cut"]),
+        ("conv1d_input", ["h.0.attn.c_attn", "input is a DTensor", "Conv1D cannot be cut"]),
         ("plain_input", ["blocks.0.up", "plain tensor", "parallelize_module"]),
     ],
 )

@@ -1,69 +1,37 @@
 """`train` on several ranks: the numbers of one process, checkpoints for any number of ranks, faults told on each."""
 
 import functools
-import hashlib
-import json
 import shutil
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from nvfp4_train.experiment import checkpoint, sharded_checkpoint
 from nvfp4_train.experiment.auditing import audit_subject
 from nvfp4_train.experiment.checkpoint import WEIGHTS, latest, load_weights
 from nvfp4_train.experiment.compare import compare
-from nvfp4_train.experiment.config import load_experiment
 from nvfp4_train.experiment.errors import ExperimentError, TrainingStopped
 from nvfp4_train.experiment.model import build_model
 from nvfp4_train.experiment.train import Job, run_job
 from tests.distributed_harness import on_ranks, returned
-from tests.tiny_experiment import changed, write_text
-
-# A norm below `clip` multiplies by exactly 1: the sum of squares may be added in any order.
-STEPS = {
-    "training.accumulation": 4, "training.batch_size": 1, "training.clip": 1.0e9, "training.steps": 4,
-    "checkpoint.every": 2, "evaluation.batches": 3, "model.config.intermediate_size": 64,
-}  # fmt: skip
-BOUND = 1e-3  # of the loss, where gradients of ranks are added in another order than those of microbatches
-TENSOR_BOUND = 5e-3  # where partial sums of an output are rounded to BF16 before they are added
-
-
-class Killed(BaseException):
-    pass
-
-
-def experiment_in(folder, changes=None):
-    """One file for each set of changes, written by this process before it starts the ranks."""
-    text = yaml.safe_dump(changed(STEPS | (changes or {})), sort_keys=False)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
-    if not path.exists():
-        path.write_text(text)
-    return load_experiment(path)
-
-
-def run(folder, out, changes=None, stop=None, seed=1):
-    """One job of the experiment, on this process or as one of several ranks; killed in step ``stop``."""
-    step = Job._step
-
-    def killed(job):
-        if job.step == stop:
-            raise Killed
-        step(job)
-
-    experiment = experiment_in(folder, changes)
-    with mock.patch.object(Job, "_step", killed):
-        try:
-            run_job(experiment, "nvfp4", seed, out)
-        except Killed:
-            return "killed"
-        except ExperimentError as error:
-            return str(error)
-    return "finished"
+from tests.distributed_runs import (
+    FSDP,
+    GATHERED,
+    TENSOR,
+    TENSOR_BOUND,
+    TWO_PARTS,
+    assert_near,
+    assert_same,
+    experiment_in,
+    outcome,
+    run,
+)
+from tests.tiny_experiment import write_text
 
 
 def go_on(folder, out, killed, changes):
@@ -94,30 +62,27 @@ def different(folder, out, changes):
     return run(folder, out, changes if dist.get_rank() else None)
 
 
-def outcome(out, arm="nvfp4"):
-    """(losses of every step, held-out losses, final weights) of a finished job."""
-    folder = out / arm / "seed1"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    weights = load_file(next((folder / "checkpoint").glob("step_*")) / "model.safetensors")
-    losses = {kind: [line["loss"] for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
-    return losses["train"], losses["eval"], weights
+def other_out(folder, out):
+    """The second rank writes to another folder."""
+    return run(folder, out.with_name("elsewhere") if dist.get_rank() else out)
 
 
-def assert_same(one, other):
-    assert one[:2] == other[:2]
-    assert one[2].keys() == other[2].keys()
-    for name, value in one[2].items():
-        assert torch.equal(value, other[2][name]), name
+def unseen(folder, out, killed):
+    """The second rank does not see what the first does, as on a machine with a disk of its own."""
+    if dist.get_rank():
+        with mock.patch.object(checkpoint, "latest", lambda folder: None):
+            return go_on(folder, out, killed, GATHERED)
+    return go_on(folder, out, killed, GATHERED)
 
 
-def assert_near(one, other, bound=BOUND):
-    assert one[0] == pytest.approx(other[0], rel=bound) and one[1] == pytest.approx(other[1], rel=bound)
+def unseen_shards(folder, out):
+    save = sharded_checkpoint.save
+    move = "elsewhere" if dist.get_rank() else ""
+    with mock.patch.object(sharded_checkpoint, "save", lambda place, *rest: save(place / move, *rest)):
+        return run(folder, out, FSDP)
 
 
-FSDP = {"parallel.data": "fsdp"}
-GATHERED = FSDP | {"parallel.gather_fp4": True}
-TENSOR = {"parallel.tensor": 2}
-TWO_PARTS = {"training.accumulation": 2}
+TIED = {"model.config.tie_word_embeddings": True}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +92,7 @@ def folder(tmp_path_factory):
     write_text(place / "text")
     assert run(place, place / "alone") == "finished"
     assert run(place, place / "alone2", TWO_PARTS) == "finished"
+    assert run(place, place / "alone_tied", TWO_PARTS | TIED) == "finished"
     assert run(place, place / "killed1", stop=3) == "killed"
     shutil.copytree(place / "killed1", place / "from1to2")
     shutil.copytree(place / "killed1", place / "lacking")
@@ -147,7 +113,8 @@ def two(folder):
         experiment_in(folder, changes)
     cases = {
         "ddp": job("ddp", TWO_PARTS), "fsdp": job("fsdp", TWO_PARTS | GATHERED),
-        "tensor": job("tensor", TWO_PARTS | TENSOR), "killed2": job("killed2", GATHERED, stop=3),
+        "tied": job("tied", TWO_PARTS | FSDP | TIED), "tensor": job("tensor", TWO_PARTS | TENSOR),
+        "killed2": job("killed2", GATHERED, stop=3),
         "from2to2": (go_on, (folder, folder / "from2to2", folder / "killed2", GATHERED)),
         "from1to2": job("from1to2", GATHERED), "tensor_refused": job("bad", {"parallel.tensor": 3}),
         "accumulation_refused": job("bad", {"training.accumulation": 3}),
@@ -155,6 +122,9 @@ def two(folder):
         "another_recipe": (different, (folder, folder / "bad", {"arms": OTHER_ARMS})),
         "another_setting": (different, (folder, folder / "bad", {"training.learning_rate": 1.0e-4})),
         "lacking": job("lacking"),
+        "other_out": (other_out, (folder, folder / "bad")),
+        "unseen": (unseen, (folder, folder / "unseen", folder / "killed2")),
+        "unseen_shards": (unseen_shards, (folder, folder / "unseen_shards")),
         "another_run": job("alone", {"training.learning_rate": 1.0e-4}),
     }  # fmt: skip
     return on_ranks(2, cases)
@@ -163,10 +133,10 @@ def two(folder):
 OTHER_ARMS = [{"name": "bf16", "recipe": "bf16", "control": True}, {"name": "nvfp4", "recipe": "nvidia_nvfp4_no_sr"}]
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp"])
-def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case):
+@pytest.mark.parametrize(("case", "one"), [("ddp", "alone2"), ("fsdp", "alone2"), ("tied", "alone_tied")])
+def test_two_ranks_train_to_the_bits_of_one_process(two, folder, case, one):
     assert returned(two[case]) == ["finished"] * 2
-    assert_same(outcome(folder / case), outcome(folder / "alone2"))
+    assert_same(outcome(folder / case), outcome(folder / one))
 
 
 def test_tensor_parallel_trains_near_one_process(two, folder):
@@ -214,6 +184,9 @@ def test_a_run_goes_on_under_another_number_of_ranks(two, folder):
         ("accumulation_refused", ["2 data-parallel ranks", "accumulation: 3", "multiple of 2"]),
         ("another_recipe", ["disagree", "the recipe of arm nvfp4"]),
         ("another_setting", ["disagree", "training", "learning_rate"]),
+        ("other_out", ["disagree on --out", "bad", "elsewhere"]),
+        ("unseen", ["disagree on the newest checkpoint in --out", "step_00000002", "none"]),
+        ("unseen_shards", ["step_00000002 is not whole", "__1_0.distcp", "all machines share"]),
         ("broken", ["stopped at step 3", "the weight model.norm.weight is not finite", "step_00000002"]),
         ("lacking", ["belongs to another model", "it lacks model.norm.weight"]),
         ("another_run", ["belongs to another experiment", "learning_rate"]),

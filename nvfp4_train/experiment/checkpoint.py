@@ -83,6 +83,11 @@ def save_shards(
     weights = whole_weights(model) if whole else None  # every rank sends its part of each
     with world.together():
         if world.is_first:
+            if missing := sharded_checkpoint.missing_files(scratch / SHARDS):
+                raise ExperimentError(
+                    f"the checkpoint {final} is not whole: the first rank does not see {', '.join(missing)} of the "
+                    "others: --out must be one folder that all machines share"
+                )
             buffer = io.BytesIO()
             torch.save(state, buffer)
             files = {**_described(step, model, identity), "state.pt": buffer.getbuffer()}

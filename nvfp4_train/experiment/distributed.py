@@ -25,7 +25,9 @@ from nvfp4_train.experiment.processes import die_with_parent
 from nvfp4_train.sharding import agree, is_sharded
 
 if TYPE_CHECKING:
-    from nvfp4_train.experiment.config import Experiment
+    from pathlib import Path
+
+    from nvfp4_train.experiment.config import Arm, Experiment
     from nvfp4_train.experiment.sections import TrainingSection
 
 PATIENCE = timedelta(minutes=30)  # rank 0 may prepare a corpus while the others wait
@@ -45,6 +47,7 @@ class World:
             shape = (self.data_ranks, tensor_ranks)
             self.mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
         self._wrapped: nn.Module | None = None
+        self._compared = False  # the gradients of tensor-parallel ranks, once
 
     @property
     def is_first(self) -> bool:
@@ -77,9 +80,13 @@ class World:
         dist.all_gather_object(everyone, found)
         return next((one for one in everyone if one is not None), None)
 
-    def wait(self) -> None:
-        if self.size > 1:
-            dist.barrier()
+    @staticmethod
+    def agree(facts: dict[str, str | None]) -> None:
+        """Raises ExperimentError, on every rank, that names the first fact in which a rank differs from the first."""
+        try:
+            agree(facts)
+        except ValueError as error:
+            raise ExperimentError(str(error)) from None
 
     def all_losses(self, losses: list[Tensor]) -> Tensor:
         """float32 [microbatches of the step], in their order, from what each rank has of them."""
@@ -105,6 +112,32 @@ class World:
             raise ExperimentError(str(error)) from None
         return self._wrapped
 
+    def shares_weights(self, experiment: Experiment, arm: Arm) -> bool:
+        """Whether the ranks of a job have a part of the weights each, so that none needs all of them."""
+        return self.size > 1 and experiment.parallel.data == "fsdp" and arm.backend is None
+
+    def materialise(self, model: nn.Module, source: nn.Module | None) -> None:
+        """Gives a model that was wrapped on the meta device its memory and the values of the first rank's `source`."""
+        from nvfp4_train.experiment.deferred import materialise
+
+        with self.together():  # a backend that the device cannot run, on all ranks alike
+            materialise(model, source, self.device)
+
+    def whole_gradients(self, experiment: Experiment, model: nn.Module) -> None:
+        """After a step's last backward: sums what tensor parallelism has left as partial sums.
+
+        The first time it refuses a model whose plan is not all that tensor parallelism would need.
+        """
+        if self.tensor_ranks == 1:
+            return
+        from nvfp4_train.experiment import layouts
+        from nvfp4_train.parallel import whole_gradients
+
+        whole_gradients(model.parameters())
+        if not self._compared:
+            layouts.refuse_other_gradients(self, experiment, model)
+            self._compared = True
+
     def settle(self) -> None:
         """Back to shards: FSDP leaves the root's weights whole after a forward without a backward."""
         for module in self._wrapped.modules():
@@ -124,7 +157,7 @@ class World:
 
 
 @contextlib.contextmanager
-def joined(experiment: Experiment, arm: str, seed: int, device: torch.device) -> Iterator[World]:
+def joined(experiment: Experiment, arm: str, seed: int, device: torch.device, out: Path) -> Iterator[World]:
     """The world of this job: that of torchrun, whose process group is made here and ended with the job.
 
     Raises ExperimentError, on every rank: ranks that were not started alike, a number of ranks that does not divide.
@@ -140,11 +173,9 @@ def joined(experiment: Experiment, arm: str, seed: int, device: torch.device) ->
         if dist.is_initialized():
             facts = _flat(experiment.identity())
             facts |= {"arm": arm, "seed": str(seed), "parallel": str(settings), "torch": torch.__version__}
+            facts["--out"] = str(out.absolute())
             facts[f"the recipe of arm {arm}"] = experiment.arm(arm).recipe.to_yaml()
-            try:
-                agree(facts)
-            except ValueError as error:
-                raise ExperimentError(str(error)) from None
+            World.agree(facts)
         refuse_indivisible(experiment, dist.get_world_size() if dist.is_initialized() else 1)
         yield World(_own(device), settings.tensor)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -13,15 +14,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.layer_state import quantizer_state
 from nvfp4_train.linear import QuantizedLinear
-from nvfp4_train.parallel import refuse_cut
+from nvfp4_train.parallel import NormOfHeads, refuse_cut
+from nvfp4_train.sharding import is_sharded
 from nvfp4_train.survey import ConversionError, Survey
+from nvfp4_train.swapping import Quantized
 from nvfp4_train.weight_gather import gather_in_fp4
 
 if TYPE_CHECKING:
     from nvfp4_train.experiment.config import Experiment
     from nvfp4_train.experiment.distributed import World
 
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+# By the names that transformers has for them in its plans.
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, "replicated_with_grad_allreduce": NormOfHeads}
+
+APART = 1e-2  # of the larger of two norms
 
 
 def wrap(world: World, experiment: Experiment, model: nn.Module) -> nn.Module:
@@ -73,15 +79,19 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _tensor_parallel(world: World, experiment: Experiment, model: nn.Module) -> None:
-    """Colwise and rowwise layers as the config of the model's architecture lists them."""
+    """Colwise and rowwise layers, and norms of heads, as the config of the model's architecture lists them."""
     name, base = experiment.path, getattr(model, "base_model", model)
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    kind, plan = model.config.model_type, getattr(model.config, "base_model_tp_plan", None) or {}
     if not plan:
-        raise ExperimentError(f"{name}: parallel.tensor: {model.config.model_type} has no plan in transformers; use 1")
-    if unknown := sorted({style for style in plan.values() if style not in STYLES}):
+        raise ExperimentError(f"{name}: parallel.tensor: {kind} has no plan in transformers; use tensor: 1")
+    modules = dict(base.named_modules())
+    chosen = {key: style for glob, style in plan.items() for key in modules if fnmatchcase(key, glob)}
+    beyond = [f"{glob} ({style})" for glob, style in plan.items() if style not in STYLES]
+    beyond = beyond or [f"{key} ({style})" for key, style in chosen.items() if isinstance(modules[key], Quantized)]
+    if beyond:
         raise ExperimentError(
-            f"{name}: parallel.tensor: the plan of {model.config.model_type} has layers that are {', '.join(unknown)}; "
-            "this version lays out colwise and rowwise ones: use tensor: 1"
+            f"{name}: parallel.tensor: of the plan of {kind} this version cannot lay out {', '.join(beyond)}, "
+            "but linear layers, colwise and rowwise, and norms of heads: use tensor: 1"
         )
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config, key, None) or world.tensor_ranks
@@ -89,9 +99,34 @@ def _tensor_parallel(world: World, experiment: Experiment, model: nn.Module) -> 
             raise ExperimentError(
                 f"{name}: parallel.tensor is {world.tensor_ranks}, which does not divide the model's {heads} {key}"
             )
-    modules = dict(base.named_modules())
-    chosen = {key: style for glob, style in plan.items() for key in modules if fnmatchcase(key, glob)}
     for key, style in chosen.items():
-        if isinstance(layer := modules[key], QuantizedLinear):
+        if isinstance(layer := modules[key], QuantizedLinear) and style in ("colwise", "rowwise"):
             refuse_cut(layer.label, layer.recipe, style, tuple(layer.weight.shape), world.tensor_ranks)
     parallelize_module(base, world.mesh["tensor"], {key: STYLES[style]() for key, style in chosen.items()})
+
+
+@torch.no_grad()
+def refuse_other_gradients(world: World, experiment: Experiment, model: nn.Module) -> None:
+    """Raises ExperimentError, on every rank, for a weight that each tensor-parallel rank has whole and of which they
+    have found different gradients: what it is applied to is cut, and the plan of the model does not say so.
+
+    A collective. By the norms: ranks that differ see other heads, while kernels that add in no fixed order differ in
+    the last bits.
+    """
+    group = world.mesh["tensor"].get_group()
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    whole = [(n, p.grad) for n, p in named if not is_sharded(p) or p.device_mesh.mesh_dim_names == ("data",)]
+    if not whole:
+        return
+    norms = torch.stack([(g.to_local() if is_sharded(g) else g).norm(dtype=torch.float32) for _, g in whole])
+    everyone = [torch.empty_like(norms) for _ in range(world.tensor_ranks)]
+    dist.all_gather(everyone, norms, group=group)
+    together = torch.stack(everyone)
+    apart = (together.amax(0) - together.amin(0)) > APART * together.amax(0)
+    worst = [name for (name, _), differs in zip(whole, apart.tolist(), strict=True) if differs]
+    if (found := world.first(worst or None)) is not None:
+        raise ExperimentError(
+            f"{experiment.path}: parallel.tensor: the ranks find different gradients of {', '.join(found[:3])}, which "
+            f"the plan of {model.config.model_type} in transformers leaves whole although its input is cut over ranks: "
+            "use tensor: 1"
+        )

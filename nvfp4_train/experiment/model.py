@@ -156,6 +156,23 @@ def build_model(experiment: Experiment, seed: int, vocab_size: int | None, nudge
     return model
 
 
+def build_skeleton(experiment: Experiment, seed: int, vocab_size: int | None) -> nn.Module | None:
+    """The model of `build_model` on the meta device: every name, size and tie of it, no values.
+
+    None for a model that computes with values while it is built, or keeps tensors that are no parameter or buffer.
+    """
+    config = resolve_config(experiment, vocab_size)
+    config.__dict__.pop("quantization_config", None)  # of an exported folder, whose weights are unpacked
+    kind = dict(attn_implementation=experiment.model.attention, dtype=torch.float32)
+    try:
+        with isolated(torch.device("cpu"), "weights", seed), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **kind)
+    except Exception:  # what is wrong with the model by itself, build_model tells
+        return None
+    loose = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]
+    return None if any(tensor.is_meta for tensor in loose) else model
+
+
 def load_pretrained(folder: Path, **options: Any) -> nn.Module:
     """The causal language model in a local Hugging Face folder; transformers fills what is missing with random numbers.
 

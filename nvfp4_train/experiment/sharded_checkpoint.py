@@ -33,6 +33,12 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         raise ExperimentError(f"cannot write the checkpoint {folder}: {_reasons(error)}") from error
 
 
+def missing_files(folder: Path) -> list[str]:
+    """Files that ranks have written by their own account and that cannot be seen from here."""
+    places = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+    return sorted(name for name in {place.relative_path for place in places} if not (folder / name).is_file())
+
+
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Fills `model` and `optimizer`, in place, on whatever ranks there are. A collective.
 
@@ -96,11 +102,12 @@ def fill_from_whole(
         else:
             parameter, _, key = name.rpartition(".")
             whole = state["state"][place[parameter]][key]
-        _copy(tensor, whole)
+        copy_part(tensor, whole)
 
 
 @torch.no_grad()
-def _copy(target: Tensor, whole: Tensor) -> None:
+def copy_part(target: Tensor, whole: Tensor) -> None:
+    """`target` becomes `whole`, or this rank's part of it."""
     if is_sharded(target):
         sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
         whole = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]

@@ -32,7 +32,7 @@ from nvfp4_train.experiment.diagnosis import bad_batch, first_bad_gradient, firs
 from nvfp4_train.experiment.distributed import World
 from nvfp4_train.experiment.errors import ExperimentError, Failure, TrainingStopped
 from nvfp4_train.experiment.graphs import Replayed
-from nvfp4_train.experiment.model import build_model, learning_rate
+from nvfp4_train.experiment.model import build_model, build_skeleton, learning_rate
 from nvfp4_train.experiment.monitoring import Monitor
 from nvfp4_train.experiment.record import choose_device, job_folder, prepare_run
 from nvfp4_train.experiment.tracking import MetricsLog, WandbRun, check_wandb
@@ -56,7 +56,7 @@ def run_job(
     check_wandb(experiment)
     folder = job_folder(out, arm, seed)
     device = choose_device(experiment.training)
-    with distributed.joined(experiment, arm, seed, device) as world, contextlib.ExitStack() as held:
+    with distributed.joined(experiment, arm, seed, device, out) as world, contextlib.ExitStack() as held:
         for turn in (True, False):  # the first rank prepares the folder, then the others read what it left
             with world.together():
                 if world.is_first == turn:
@@ -128,7 +128,11 @@ class Job:
 
         vocab = corpus.info.vocab_size
         with world.together():
-            self.model = build_model(experiment, seed, vocab, nudged=self.arm.role == "noise_floor").to(self.device)
+            skeleton = build_skeleton(experiment, seed, vocab) if world.shares_weights(experiment, self.arm) else None
+            whole = None
+            if skeleton is None or world.is_first:
+                whole = build_model(experiment, seed, vocab, nudged=self.arm.role == "noise_floor")
+            self.model = whole.to(self.device) if skeleton is None else skeleton
             if self.quantized:
                 conversion.convert(self.model, self.arm.recipe, backend=self.arm.backend)
             for key in ("compile", "cuda_graphs"):
@@ -136,6 +140,9 @@ class Job:
                     randomness.refuse_dropout(self.model, key)
         self.identity = checkpoint.identity(experiment, self.arm, seed, self.model)
         self.laid_out = world.wrap(experiment, self.model)
+        if skeleton is not None:
+            world.materialise(self.model, whole)
+        del whole, skeleton
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.replayed = Replayed(self._forward_backward, self.parameters) if settings.cuda_graphs else None
         self.optimizer = distributed.adamw(self.parameters, settings)
@@ -147,6 +154,7 @@ class Job:
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.dropout = randomness.DropoutStream(self.device, seed)
         self.last_checkpoint = checkpoint.latest(folder / "checkpoint")
+        world.agree({"the newest checkpoint in --out": getattr(self.last_checkpoint, "name", None)})
         offset = self._resume() if self.last_checkpoint else 0
         if world.is_first:  # the one that writes
             self.metrics = MetricsLog(folder / "metrics.jsonl", offset)
@@ -178,6 +186,7 @@ class Job:
             group["lr"] = rate
         self.model.train()
         losses = self.world.all_losses([self._watched(part, last=part == parts[-1]) for part in parts])
+        self.world.whole_gradients(self.experiment, self.model)
         norm = distributed.total_norm(self.parameters)
         loss_value, norm_value = torch.stack([losses.mean(), norm.float()]).tolist()
         if not math.isfinite(loss_value):
