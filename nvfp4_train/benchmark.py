@@ -157,7 +157,7 @@ def bench_linear(
         dy = torch.randn(tokens, n_out, device=target, dtype=torch.bfloat16)
         linear = nn.Linear(n_in, n_out, bias=False, device=target, dtype=weight_dtype)
         layer = QuantizedLinear.from_linear(linear, recipe, "bench")
-        weight16 = linear.weight.detach().bfloat16()
+        weight16, fault = linear.weight.detach().bfloat16(), None
         functions = {
             "bf16": lambda linear=linear, x=x, dy=dy: _linear_step(linear, x, dy, target),
             "quantized": lambda layer=layer, x=x, dy=dy: _linear_step(layer, x, dy, target),
@@ -172,7 +172,10 @@ def bench_linear(
             functions["plain_eager"] = lambda step=step, arguments=arguments: step(*arguments)
             if target.type == "cuda":
                 compiled = torch.compile(step)
-                functions["plain_compiled"] = lambda compiled=compiled, arguments=arguments: compiled(*arguments)
+                rival = lambda compiled=compiled, arguments=arguments: compiled(*arguments)  # noqa: E731
+                fault = why_not(rival)
+                if fault is None:
+                    functions["plain_compiled"] = rival
         seconds = median_seconds(functions, target, repeats)
         if target.type == "cuda":
             sides = {f"{name}_settled": functions[f"{name}_graph"] for name in ("bf16", "quantized")}
@@ -189,8 +192,19 @@ def bench_linear(
             row["quantization_share"] = quantization_time(times) / sum(times.values())
         else:  # both sides multiply the same matrices, so what the quantized side takes more is quantization
             row["quantization_share"] = max(0.0, 1 - seconds["bf16"] / seconds["quantized"])
+        if fault is not None:
+            row["plain_compiled_failed"] = fault
         rows.append(row)
     return rows
+
+
+def why_not(rival: Callable[[], object]) -> str | None:
+    """The first line of what a rival fails with here, or None: what others cannot do must not hide our own figures."""
+    try:
+        rival()
+    except Exception as error:  # compilers fail in as many ways as they have parts
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return None
 
 
 def _linear_step(layer: nn.Linear, x: Tensor, dy: Tensor, device: torch.device) -> None:
