@@ -3,22 +3,29 @@
     python experiments/corpus/build.py collect --out packs linux-source-6.1.tar.xz ~/projects
     python experiments/corpus/build.py collect --out packs --dataset wikitext --subset wikitext-103-raw-v1
     python experiments/corpus/build.py tokenize --out shards packs/*.tar.xz
+    python experiments/corpus/build.py tokenizer --out tokenizer.json packs/*.tar.xz    # the slow part, by itself
 
-``collect`` keeps each text once, by content, and writes it into compressed packs that can travel. ``tokenize`` trains a
-byte-level BPE on them (or takes ``--tokenizer``), sends each document to training or held-out text by the hash of its
-content, and writes token shards, ``tokenizer.json`` and ``manifest.json`` (sha256, counts, bytes per token). An
-experiment reads them as ``data: {shards: [shards/*.npy], held_out: [shards/held_out-*.npy]}``.
-Both give the same result on every machine for the same texts.
+``collect`` keeps each text once, by content, and writes it into compressed packs that can travel. ``tokenizer`` trains
+a byte-level BPE on a ``--sample`` of them. ``tokenize`` does so too (or takes ``--tokenizer``), sends each document to
+training or held-out text by the hash of its content, and writes token shards, ``tokenizer.json`` and ``manifest.json``
+(sha256, counts, bytes per token). An experiment reads them as
+``data: {shards: [shards/*.npy], held_out: [shards/held_out-*.npy]}``.
+All give the same result on every machine, with any number of ``--workers``, for the same texts.
 """
 
 import argparse
 import fnmatch
 import hashlib
+import heapq
 import io
 import json
+import multiprocessing
+import os
 import sys
 import tarfile
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +41,9 @@ SMALLEST, LARGEST = 200, 1 << 20  # bytes of a document
 TABLE_SHARE = 0.7  # of the lines: a file of more #defines is a table too
 PACK_BYTES = 256 << 20  # of text in one pack
 SHARD_TOKENS = 1 << 26
-TRAINER_BYTES = 200 << 20  # of text that the tokenizer is trained on
-BATCH = 1024  # documents tokenized at once
+SAMPLE_BYTES = 64 << 20  # of text that the tokenizer is trained on
+BATCH_BYTES = 1 << 20  # of text that a worker tokenizes at once
+AHEAD = 4  # batches a worker that may wait, so that a corpus need not fit into memory
 END = "<|end|>"
 
 
@@ -57,10 +65,16 @@ def main() -> None:
     tokenizing = commands.add_parser("tokenize", help="packs to token shards")
     tokenizing.add_argument("packs", nargs="+", type=Path)
     tokenizing.add_argument("--tokenizer", type=Path, help="a tokenizer.json to use as it is")
-    tokenizing.add_argument("--vocabulary", type=int, default=16384)
     tokenizing.add_argument("--held-out", type=float, default=0.005, help="share of the documents")
-    tokenizing.add_argument("--out", type=Path, required=True)
+    tokenizing.add_argument("--workers", type=int, default=_cores(), help="processes, by default one a core")
     tokenizing.set_defaults(command=tokenize)
+    training = commands.add_parser("tokenizer", help="packs to a tokenizer.json")
+    training.add_argument("packs", nargs="+", type=Path)
+    training.set_defaults(command=train_tokenizer, tokenizer=None)
+    for command in (tokenizing, training):
+        command.add_argument("--vocabulary", type=int, default=16384)
+        command.add_argument("--sample", type=int, default=SAMPLE_BYTES, help="bytes of text a tokenizer is trained on")
+        command.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     try:
         arguments.command(arguments)
@@ -145,28 +159,37 @@ def is_text(content: bytes) -> bool:
     return tables <= TABLE_SHARE * len(lines)
 
 
+def train_tokenizer(arguments: argparse.Namespace) -> None:
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    _tokenizer(arguments).save(str(arguments.out))
+
+
 def tokenize(arguments: argparse.Namespace) -> None:
     if any(arguments.out.glob("*.npy")):
         raise ValueError(f"{arguments.out} holds shards already: choose another --out, or delete them")
+    if arguments.workers < 1:
+        raise ValueError("--workers must be at least 1")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(arguments)
+    tokenizer, path = _tokenizer(arguments), arguments.out / "tokenizer.json"
     end = tokenizer.token_to_id(END)
     if end is None or tokenizer.get_vocab_size() > 1 << 16:
         raise ValueError(f"the tokenizer needs a token {END} and at most 65536 tokens")
-    tokenizer.save(str(arguments.out / "tokenizer.json"))
+    tokenizer.save(str(path))
     shards = {name: Shards(arguments.out, name) for name in ("train", "held_out")}
     bytes_ = dict.fromkeys(shards, 0)
     documents = dict.fromkeys(shards, 0)
     digests = hashlib.sha256()
-    for batch in _batches(_packed(arguments.packs)):
-        for text, encoded in zip(batch, tokenizer.encode_batch([text.decode() for text in batch]), strict=True):
-            digest = hashlib.sha256(text).digest()
+    for batch, encoded in _encoded(_batches(_packed(arguments.packs)), path, arguments.workers):
+        for (digest, text), ids in zip(batch, encoded, strict=True):
             digests.update(digest)
             name = "held_out" if int.from_bytes(digest[:8], "big") < arguments.held_out * 2**64 else "train"
-            shards[name].add([*encoded.ids, end])
+            shards[name].add(ids)
             bytes_[name] += len(text)
             documents[name] += 1
-    manifest: dict = {"documents_sha256": digests.hexdigest(), "vocabulary": tokenizer.get_vocab_size()}
+    manifest: dict = {
+        "documents_sha256": digests.hexdigest(), "vocabulary": tokenizer.get_vocab_size(),
+        "tokenizer_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }  # fmt: skip
     for name, writer in shards.items():
         writer.close()
         if not writer.tokens:
@@ -179,6 +202,43 @@ def tokenize(arguments: argparse.Namespace) -> None:
     print(json.dumps({name: {k: v for k, v in manifest[name].items() if k != "shards"} for name in shards}, indent=1))
 
 
+Document = tuple[bytes, bytes]  # sha256, text
+
+
+def _encoded(batches: Iterable[list[Document]], tokenizer: Path, workers: int) -> Iterator[tuple[list, list]]:
+    """Each batch with its tokens, in order. Processes, because a list of tokens is Python's, which has one lock."""
+    spawned = multiprocessing.get_context("spawn")
+    waiting: deque = deque()
+    with ProcessPoolExecutor(workers, spawned, _begin_worker, (str(tokenizer),)) as pool:
+        for batch in batches:
+            waiting.append((batch, pool.submit(_encode, [text for _, text in batch])))
+            if len(waiting) > AHEAD * workers:
+                batch, future = waiting.popleft()
+                yield batch, future.result()
+        while waiting:
+            batch, future = waiting.popleft()
+            yield batch, future.result()
+
+
+_of_worker: Tokenizer
+
+
+def _begin_worker(tokenizer: str) -> None:
+    global _of_worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    _of_worker = Tokenizer.from_file(tokenizer)
+
+
+def _encode(texts: list[bytes]) -> list[np.ndarray]:
+    end = _of_worker.token_to_id(END)
+    encoded = _of_worker.encode_batch_fast([text.decode() for text in texts])
+    return [np.array([*one.ids, end], dtype=np.uint16) for one in encoded]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Shards:
     """Tokens in files of uint16, each with its sha256."""
 
@@ -189,8 +249,7 @@ class Shards:
         self.pending = np.empty(SHARD_TOKENS, dtype=np.uint16)
         self.filled = 0
 
-    def add(self, ids: list[int]) -> None:
-        tokens = np.asarray(ids, dtype=np.uint16)
+    def add(self, tokens: np.ndarray) -> None:
         while len(tokens):
             taken = tokens[: SHARD_TOKENS - self.filled]
             self.pending[self.filled : self.filled + len(taken)] = taken
@@ -220,20 +279,24 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
         vocab_size=arguments.vocabulary, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    tokenizer.train_from_iterator(_sample(arguments.packs), trainer)
+    tokenizer.train_from_iterator(_sample(arguments.packs, arguments.sample), trainer)
     return tokenizer
 
 
-def _sample(packs: list[Path]) -> Iterator[str]:
-    """Documents chosen by their hash, so that no pack is left out, up to ``TRAINER_BYTES``."""
-    total = sum(len(text) for text in _packed(packs))
-    share = min(1.0, TRAINER_BYTES / max(total, 1))
-    for text in _packed(packs):
-        if int.from_bytes(hashlib.sha256(b"sample" + text).digest()[:8], "big") <= share * 2**64:
-            yield text.decode()
+def _sample(packs: list[Path], size: int) -> list[str]:
+    """Documents of the smallest hashes, ``size`` bytes at most: from every pack, and in one reading of them."""
+    kept: list[tuple[bytes, bytes]] = []  # a heap whose first is the next to go: the largest hash
+    total = 0
+    for _, text in _packed(packs):
+        inverted = bytes(255 - byte for byte in hashlib.sha256(b"sample" + text).digest())
+        heapq.heappush(kept, (inverted, text))
+        total += len(text)
+        while total > size and len(kept) > 1:
+            total -= len(heapq.heappop(kept)[1])
+    return [text.decode() for _, text in sorted(kept)]
 
 
-def _packed(packs: list[Path]) -> Iterator[bytes]:
+def _packed(packs: list[Path]) -> Iterator[Document]:
     """Every text of the packs, each once."""
     seen: set[bytes] = set()
     for path in sorted(packs):
@@ -243,16 +306,18 @@ def _packed(packs: list[Path]) -> Iterator[bytes]:
                 digest = hashlib.sha256(text).digest()
                 if digest not in seen:
                     seen.add(digest)
-                    yield text
+                    yield digest, text
 
 
-def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == BATCH:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document[1])
+        if size >= BATCH_BYTES:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
 
