@@ -9,12 +9,11 @@ from torch import Tensor
 from nvfp4_train import ledger
 from nvfp4_train.benchmark import SETTLED_SECONDS, kernel_times, median_seconds, quantization_time
 from nvfp4_train.conversion import convert
+from nvfp4_train.experiment.compiling import compile_blocks, next_token_loss
 from nvfp4_train.experiment.config import Experiment
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.graphs import Replayed
 from nvfp4_train.experiment.model import build_model
-from nvfp4_train.experiment.train import next_token_loss
-from nvfp4_train.survey import Survey
 
 PROFILED = 12  # kernels in a profile
 
@@ -75,13 +74,12 @@ def _step(
     model = build_model(experiment, 0, vocabulary).to(device).train()
     if recipe is not None:
         convert(model, recipe)
-    if compiled:  # block by block: equal blocks are compiled once
-        for block in Survey(model).blocks()[1]:
-            block.compile()
+    if compiled:
+        compile_blocks(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
     def accumulate(windows: Tensor) -> Tensor:
-        loss = next_token_loss(model, windows)
+        loss = next_token_loss(model, windows, compiled)
         loss.backward()
         return loss.detach()
 

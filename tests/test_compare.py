@@ -59,6 +59,10 @@ def test_a_whole_comparison_with_one_broken_job_and_then_repaired(tmp_path):
     for arm in ("bf16", "nvfp4"):
         assert sum(row["share"] for row in record["flops"][arm]) == pytest.approx(1.0)
 
+    two_seeds = tiny(tmp_path, {"jobs": 1, "seeds": [1, 2]})  # pair by pair: a run cut by time has whole pairs
+    jobs = compare(two_seeds, out, quiet(tmp_path))
+    assert [(job.seed, job.arm) for job in jobs] == [(1, "bf16"), (1, "nvfp4"), (2, "bf16"), (2, "nvfp4")]
+
 
 def test_shares_of_flops_are_those_of_the_whole_step(tmp_path):
     """Against a count by hand: blocks, head, attention, each GEMM three times the forward's."""

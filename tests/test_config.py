@@ -111,7 +111,20 @@ def test_a_budget_of_tokens_is_rounded_to_steps(tmp_path):
 def test_learning_rates(tmp_path, changes, rates):
     experiment = tiny(tmp_path, changes)
     peak = experiment.training.learning_rate
-    assert [learning_rate(experiment, step) / peak for step in range(8)] == pytest.approx(rates)
+    arm = experiment.arm("nvfp4")
+    assert [learning_rate(experiment, arm, step) / peak for step in range(8)] == pytest.approx(rates)
+
+
+def test_an_arm_may_have_a_learning_rate_of_its_own(tmp_path):
+    same = tiny(tmp_path)
+    arms = same.resolved()["arms"]
+    arms[1]["learning_rate"] = 2 * same.training.learning_rate
+    other = tiny(tmp_path, {"arms": arms})
+    assert other.digest() == same.digest()  # the control may be shared; the arm is another
+    assert other.arm("bf16").text == same.arm("bf16").text and other.arm("nvfp4").text != same.arm("nvfp4").text
+    for arm, factor in (("bf16", 1.0), ("nvfp4", 2.0)):
+        rates = [learning_rate(e, e.arm(arm), 5) for e in (other, same)]
+        assert rates[0] == factor * rates[1]
 
 
 def test_what_may_change_between_two_calls_is_not_part_of_the_identity(tmp_path):

@@ -21,13 +21,13 @@ from nvfp4_train.auditing.sensitivity import rank_layers, told
 from nvfp4_train.auditing.statistics import by_operand
 from nvfp4_train.conversion import convert
 from nvfp4_train.experiment import checkpoint
+from nvfp4_train.experiment.compiling import compile_blocks, next_token_loss
 from nvfp4_train.experiment.config import Arm, Experiment, load_experiment
 from nvfp4_train.experiment.data import load_corpus
 from nvfp4_train.experiment.errors import ExperimentError, disk_faults
 from nvfp4_train.experiment.model import build_model
 from nvfp4_train.experiment.randomness import isolated
 from nvfp4_train.experiment.record import choose_device, job_folder, refuse_another
-from nvfp4_train.experiment.train import next_token_loss
 from nvfp4_train.recipe import Recipe, load_recipe
 from nvfp4_train.schedule import GEMMS
 
@@ -162,7 +162,7 @@ def audit_arm(
     if out is not None and (folder := checkpoint.latest(job_folder(out, arm.name, seed) / "checkpoint")) is not None:
         step = checkpoint.load(folder, model, checkpoint.identity(experiment, arm, seed, model))["step"]
     if settings.compile:
-        model.compile()
+        compile_blocks(model)
     rows = min(ROWS, settings.batch_size)
     # one token less than a sequence: token counts that are no multiple of 16 go through the padding
     batches = [corpus.train_batch(seed, step, part, rows, 2)[:, :-1].to(device) for part in range(2)]

@@ -29,8 +29,8 @@ from nvfp4_train.explaining.risks import warnings
 
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0
-# The control first, because its curve gives the others their gap; the noise floor last, because it is the shortest
-# job: what is left over at the end, when some of the cores are idle already, should be short.
+# Seed by seed, so that a run cut by time has whole pairs. The control first, because its curve gives the others their
+# gap; the noise floor last, because it is the shortest job: what is left over at the end should be short.
 ROLE_ORDER = ("control", "arm", "noise_floor")
 
 
@@ -76,7 +76,8 @@ def compare(experiment: Experiment, out: Path, console: Console) -> list[JobStat
         f"{corpus.info.train_tokens:,} training tokens and {corpus.info.held_out_tokens:,} held out, "
         f"from {corpus.info.source}", markup=False, soft_wrap=True,
     )  # fmt: skip
-    jobs = sorted(_jobs(experiment, out), key=lambda job: (ROLE_ORDER.index(job.role), job.seed))
+    turn = lambda job: (experiment.seeds.index(job.seed), ROLE_ORDER.index(job.role))  # noqa: E731
+    jobs = sorted(_jobs(experiment, out), key=turn)
     slots, environments = _slots(experiment)
     with _stopped_like_an_interrupt(), Display(console, experiment, jobs) as display:
         try:

@@ -65,6 +65,7 @@ class Arm(NamedTuple):
     recipe: Recipe
     role: str  # control | arm | noise_floor
     backend: str | None = None  # te, where the recipe is written NAME@te
+    learning_rate: float | None = None  # where it is not that of `training`
 
     @property
     def recipe_name(self) -> str:
@@ -72,8 +73,9 @@ class Arm(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The recipe as YAML; who does its GEMMs, where it is not this library, stands in a comment."""
-        return self.recipe.to_yaml() + (f"# done by: {self.backend}\n" if self.backend else "")
+        """The recipe as YAML; what else is this arm's own (who does its GEMMs, its learning rate) in comments."""
+        own = {"done by": self.backend, "learning rate": self.learning_rate}
+        return self.recipe.to_yaml() + "".join(f"# {key}: {value}\n" for key, value in own.items() if value)
 
     def require(self) -> None:
         """ExperimentError where this machine lacks what does the GEMMs of this arm."""
@@ -155,14 +157,15 @@ class Experiment(Strict):
             except ValueError as error:
                 raise ExperimentError(f"{self._path}: arms.{section.name}.recipe: {error}") from error
             role = "control" if section.control else "arm"
-            arms.append(Arm(name=section.name, recipe=recipe, role=role, backend=backend))
+            own = {"recipe": recipe, "learning_rate": section.learning_rate}
+            arms.append(Arm(name=section.name, role=role, backend=backend, **own))
             if section.control and not recipe.quantizes_nothing:
                 raise ExperimentError(
                     f"{self._path}: arm {section.name!r} is the control but its recipe {recipe.name!r} quantizes; "
                     "the control must be bf16"
                 )
             if section.control and self.noise_floor:
-                arms.append(Arm(name=NOISE_FLOOR, recipe=recipe, role="noise_floor"))
+                arms.append(Arm(name=NOISE_FLOOR, role="noise_floor", **own))
         return tuple(arms)
 
     def _recipe_source(self, recipe: str | dict) -> str | dict | Path:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nvfp4_train.experiment.compiling import compile_blocks
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.experiment.processes import die_with_parent
 from nvfp4_train.sharding import agree, is_sharded
@@ -102,7 +103,7 @@ class World:
         if self.size == 1:
             self._wrapped = model
             if experiment.training.compile:
-                model.compile()
+                compile_blocks(model)
             return model
         from nvfp4_train.experiment import layouts  # imports much that one process has no use for
 

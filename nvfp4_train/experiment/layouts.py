@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from nvfp4_train.experiment.compiling import blocks_of, compile_blocks
 from nvfp4_train.experiment.errors import ExperimentError
 from nvfp4_train.layer_state import quantizer_state
 from nvfp4_train.linear import QuantizedLinear
 from nvfp4_train.parallel import NormOfHeads, refuse_cut
 from nvfp4_train.sharding import is_sharded
-from nvfp4_train.survey import ConversionError, Survey
 from nvfp4_train.swapping import Quantized
 from nvfp4_train.weight_gather import gather_in_fp4
 
@@ -34,9 +34,7 @@ def wrap(world: World, experiment: Experiment, model: nn.Module) -> nn.Module:
     """What to call in place of ``model``, whose parameters are now this rank's."""
     settings = experiment.parallel
     if experiment.training.compile:
-        # FSDP gathers between blocks, where a graph would break
-        for module in _blocks(model) if settings.data == "fsdp" else [model]:
-            module.compile()
+        compile_blocks(model)
     if quantizer_state(model):
         raise ExperimentError(
             f"{experiment.path}: a recipe that remembers earlier steps (amax histories, norms of channels) would "
@@ -50,7 +48,7 @@ def wrap(world: World, experiment: Experiment, model: nn.Module) -> nn.Module:
         if settings.gather_fp4:
             gather_in_fp4(model, world.data_ranks)
         mesh = world.mesh["data"]
-        for block in _blocks(model):
+        for block in blocks_of(model):  # without blocks all of the model is gathered at once
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         for module in model.modules():
@@ -69,13 +67,6 @@ def _sum(group, bucket):  # no annotation: torch compares it with a class, not w
     """A bucket's gradients summed over the ranks, where DDP by itself would average."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    try:
-        return Survey(model).blocks()[1]
-    except ConversionError:
-        return []  # all of the model is gathered at once
 
 
 def _tensor_parallel(world: World, experiment: Experiment, model: nn.Module) -> None:

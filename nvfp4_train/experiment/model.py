@@ -26,7 +26,7 @@ from nvfp4_train.recipe_errors import did_you_mean
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nvfp4_train.experiment.config import Experiment
+    from nvfp4_train.experiment.config import Arm, Experiment
 
 BF16_FRACTION_BITS = 7
 # Keys of config.json files that transformers still reads but writes no longer. The rope keys go into
@@ -203,16 +203,17 @@ def nudge(model: nn.Module, seed: int) -> None:
         weight.add_(torch.where(weight == 0, torch.zeros_like(weight), sign * ulp))
 
 
-def learning_rate(experiment: Experiment, step: int) -> float:
+def learning_rate(experiment: Experiment, arm: Arm, step: int) -> float:
     """The rate of step `step` (0-based): linear warm-up, then cosine or warm-up-stable-decay to `decay_to`."""
     t, total = experiment.training, experiment.total_steps
+    peak = arm.learning_rate or t.learning_rate
     warm = round(t.warmup * total)
     if step < warm:
-        return t.learning_rate * (step + 1) / warm
+        return peak * (step + 1) / warm
     if t.schedule == "cosine":
         done = (step - warm) / max(1, total - warm)
         shape = 0.5 * (1.0 + math.cos(math.pi * done))
     else:
         decay = max(1, round(t.decay_fraction * total)) if t.decay_fraction else 0
         shape = 1.0 if decay == 0 else min(1.0, (total - step) / decay)
-    return t.learning_rate * (t.decay_to + (1.0 - t.decay_to) * shape)
+    return peak * (t.decay_to + (1.0 - t.decay_to) * shape)

@@ -150,8 +150,11 @@ class ParallelSection(Strict):
 
 
 class ArmSection(Strict):
+    """`learning_rate`: this arm's own, in place of that of `training`."""
+
     name: Name
     recipe: str | dict[str, Any]
+    learning_rate: Positive | None = None
     control: Flag = False
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvfp4_train import conversion, layer_state
 from nvfp4_train.conditions import grad_to_noise
 from nvfp4_train.experiment import checkpoint, distributed, randomness
+from nvfp4_train.experiment.compiling import next_token_loss
 from nvfp4_train.experiment.config import Experiment
 from nvfp4_train.experiment.data import Corpus
 from nvfp4_train.experiment.diagnosis import bad_batch, first_bad_gradient, first_bad_weight
@@ -102,13 +102,6 @@ def _only_one(folder: Path):
         yield
 
 
-def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross entropy in nats, float32; `windows` int64 [batch, sequence_length + 1]."""
-    with torch.autocast(windows.device.type, dtype=torch.bfloat16):
-        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-
-
 class Job:
     """The state of one arm x seed while it trains."""
 
@@ -181,7 +174,7 @@ class Job:
         begin, step, parts = time.perf_counter(), self.step, self.world.parts(self.settings.accumulation)
         if self.quantized:
             self._move_schedule(step)
-        rate = learning_rate(self.experiment, step)
+        rate = learning_rate(self.experiment, self.arm, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
@@ -239,7 +232,7 @@ class Job:
             return self.replayed(windows, layer_state.stage(self._layer()) if self.quantized else None)
 
     def _forward_backward(self, windows: Tensor) -> Tensor:
-        loss = next_token_loss(self.laid_out, windows)
+        loss = next_token_loss(self.laid_out, windows, self.settings.compile)
         (loss / self.settings.accumulation).backward()
         return loss.detach()
 
@@ -277,7 +270,7 @@ class Job:
         for number in range(self.world.data_rank * share, (self.world.data_rank + 1) * share):
             torch.manual_seed(randomness.derive_seed("evaluation", self.seed, number))
             batch = self.held_out[min(number, count - 1)]
-            losses.append(next_token_loss(self.model, batch.to(self.device)) * len(batch))
+            losses.append(next_token_loss(self.model, batch.to(self.device), self.settings.compile) * len(batch))
         losses = self.world.all_losses(losses)[:count]
         return float(losses.double().sum()) / sum(len(b) for b in self.held_out)
 
