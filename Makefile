@@ -23,7 +23,7 @@ demo: $(VENV)/installed
 	$(BIN)/nvfp4-train compare experiments/quickstart.yaml --out runs/quickstart
 
 test: $(VENV)/installed .triton-3.6/installed .te/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile  # a file's fixtures are made once
 
 # the whole GPU suite, on a machine with a CUDA device
 gpu-test: $(VENV)/installed
