@@ -106,6 +106,25 @@ def test_ms_eden_keeps_nearest_codes_and_draws_one_of_two_scales():
     assert not torch.equal(draws[0], draws[1])
 
 
+def test_ms_eden_stays_finite_where_some_scales_of_a_group_underflow():
+    """A lost block adds nothing to the sums of its group: S is that of the blocks that are left."""
+    fading = gaussian(96, 128) * torch.exp2(-torch.arange(96) / 4)[:, None]  # E4M3's smallest scale is met on the way
+    seed = torch.tensor(3)
+    q = quantize(fading, EDEN, None, seed=seed, rows_form="both")[0]
+    rotated = rotate(fading, 64, step_signs(seed, 64), 1).float()
+    scheme = Scheme(range=255.99, headroom=17 / 16 * 0.93)
+    plain = quantize(rotated, scheme, None, amax_rows=q.amax, rows_form="both")[0]
+    assert torch.equal(q.codes, plain.codes) and q.operand.isfinite().all()
+    scales = e4m3_decode(plain.scales).view(96, 2, 4)
+    mixed = (scales == 0).any(2) & (scales > 0).any(2)
+    assert mixed.sum() >= 3
+    x = rotated.double().view(96, 2, 4, 16) * (scales > 0)[..., None]
+    value = (plain.operand.double() * plain.amax.double() / scheme.divisor).view(96, 2, 4, 16)
+    ideal = scales * ((x * x).sum((2, 3)) / (x * value).sum((2, 3)))[..., None]
+    got = e4m3_decode(q.scales).double().view(96, 2, 4)
+    assert ((got - ideal)[mixed].abs() <= 2.0**-9).all()  # E4M3's least step
+
+
 @pytest.mark.parametrize("size, tails", [(32, 0.0), (128, 1.0), (64, None)])
 def test_ms_eden_is_unbiased_over_rotations(size, tails):
     """The error of the mean falls as 1/sqrt(n); there is no clamp's bias: the correction makes up for what saturates.

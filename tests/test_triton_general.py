@@ -71,9 +71,20 @@ def compare(x: torch.Tensor, scheme: Scheme, columns: bool, form: str = "both", 
 def test_equals_the_reference(scheme, columns):
     assert not fused(scheme)
     x = normal(40, 136) * torch.exp2(6 * normal(40, 136, seed=1)).clamp(max=1e4)
+    x[8:] *= torch.exp2(-torch.arange(32) / 1.5)[:, None]  # down to where block scales underflow
     x[3, 5:9] = -0.0
     x[:, 32:48] = 0.0
     compare(x.bfloat16(), scheme, columns)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_finite_values_stay_finite(scheme):
+    """Rows that fade until their block scales underflow, some of them inside a rotation's group."""
+    x = normal(160, 256) * torch.exp2(-torch.arange(160) / 3.0)[:, None]
+    for factor in (1.0, 1e-30):
+        q = reference.quantize(x * factor, scheme, None, seed=torch.tensor(5), rows_form="both")[0]
+        assert q.operand.isfinite().all()
+        assert reference.dequantize(q.codes, q.scales, q.amax, scheme, 256, torch.float32, q.outer).isfinite().all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())

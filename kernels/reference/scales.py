@@ -95,7 +95,8 @@ def spread(blocked: Tensor, axis: int, multiple: float) -> Tensor:
     """``multiple`` times the standard deviation of each block (about its mean), in place of its amax (QuEST).
 
     ``blocked``: float32, blocks apart along ``axis``; returns [R, blocks]. Order: sums by halving (``tree_sum``), each
-    over the block's length; mean square minus squared mean, not below 0; square root; times ``multiple``.
+    over the block's length; mean square minus squared mean, not below 0; square root; times ``multiple``. Squares
+    overflow above 1.8e19, and the scale is NaN.
     """
     dim = 2 if axis else 1
     size = blocked.shape[dim]

@@ -68,8 +68,8 @@ def corrected_scales(scaled: Tensor, grid: Tensor, byte: Tensor, draws: Tensor, 
 
     ``scaled``: float32, x times the encode factors, blocks apart along ``axis``; ``grid``: its rounding. ``draws``:
     uint16 of the same shape, of which each block uses its first. Order, in float32: sums of scaled^2 and of scaled *
-    grid over a block by halving, times s * s, over the blocks of a Hadamard group by halving; S is their quotient, 1
-    where the divisor is 0; s * S is rounded stochastically.
+    grid over a block by halving, times s * s (0 where s is), over the blocks of a Hadamard group by halving; S is their
+    quotient, 1 where the divisor is 0; s * S is rounded stochastically.
     """
     dim = 2 if axis else 1
     scale = codecs.e4m3_decode(byte)
@@ -77,7 +77,8 @@ def corrected_scales(scaled: Tensor, grid: Tensor, byte: Tensor, draws: Tensor, 
 
     def summed(products: Tensor) -> Tensor:
         blocks = tree_sum(products, dim)
-        blocks = weight * (blocks if axis else blocks.t())
+        # a scale that underflowed has no inverse: x times the clamped encode factor may be infinite there
+        blocks = torch.where(weight == 0, 0.0, weight * (blocks if axis else blocks.t()))
         groups = blocks.view(blocks.shape[0], -1, scheme.hadamard // scheme.block[1])
         return tree_sum(groups, 2).repeat_interleave(groups.shape[2], dim=1)
 

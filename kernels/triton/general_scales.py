@@ -170,8 +170,10 @@ def corrected(scaled, grid, scale, up16, SIZE: tl.constexpr, BLOCKS: tl.constexp
     TR: tl.constexpr = scale.shape[0]
     B: tl.constexpr = scale.shape[1]
     weight = scale * scale
-    length = _grouped(weight * tl.reshape(tree_sum(scaled * scaled, SIZE), (TR, B)), BLOCKS)
-    overlap = _grouped(weight * tl.reshape(tree_sum(scaled * grid, SIZE), (TR, B)), BLOCKS)
+    length = tl.reshape(tree_sum(scaled * scaled, SIZE), (TR, B))
+    length = _grouped(tl.where(weight == 0, 0.0, weight * length), BLOCKS)
+    overlap = tl.reshape(tree_sum(scaled * grid, SIZE), (TR, B))
+    overlap = _grouped(tl.where(weight == 0, 0.0, weight * overlap), BLOCKS)
     correction = tl.where(overlap == 0, 1.0, quotient(length, overlap))
     return stochastic(scale * correction, up16, False, False, 3, -6, 448.0)
 

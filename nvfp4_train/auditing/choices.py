@@ -52,7 +52,8 @@ def rounded_scales(at: dict[str, Tensor], scheme: Scheme) -> ScaleRounding:
     inside = scheme.hadamard // scheme.block[1]
 
     def summed(products: Tensor) -> Tensor:
-        groups = (scale.square() * products.sum(2)).view(len(scale), -1, inside).sum(2)
+        weighted = torch.where(scale == 0, 0.0, scale.square() * products.sum(2))
+        groups = weighted.view(len(scale), -1, inside).sum(2)
         return groups.repeat_interleave(inside, 1)
 
     overlap = summed(exact * code)
