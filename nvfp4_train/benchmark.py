@@ -157,7 +157,7 @@ def bench_linear(
         dy = torch.randn(tokens, n_out, device=target, dtype=torch.bfloat16)
         linear = nn.Linear(n_in, n_out, bias=False, device=target, dtype=weight_dtype)
         layer = QuantizedLinear.from_linear(linear, recipe, "bench")
-        weight16, fault = linear.weight.detach().bfloat16(), None
+        weight16, faults = linear.weight.detach().bfloat16(), {}
         functions = {
             "bf16": lambda linear=linear, x=x, dy=dy: _linear_step(linear, x, dy, target),
             "quantized": lambda layer=layer, x=x, dy=dy: _linear_step(layer, x, dy, target),
@@ -169,13 +169,13 @@ def bench_linear(
             step = PlainRecipe(layer.plan)
             seed = torch.tensor(1, device=target)
             arguments = (x.detach(), weight16, dy, seed)
-            functions["plain_eager"] = lambda step=step, arguments=arguments: step(*arguments)
-            if target.type == "cuda":
-                compiled = torch.compile(step)
-                rival = lambda compiled=compiled, arguments=arguments: compiled(*arguments)  # noqa: E731
-                fault = why_not(rival)
-                if fault is None:
-                    functions["plain_compiled"] = rival
+            rivals = {"plain_eager": step} | ({"plain_compiled": torch.compile(step)} if target.type == "cuda" else {})
+            for name, rival in rivals.items():
+                call = lambda rival=rival, arguments=arguments: rival(*arguments)  # noqa: E731
+                if (fault := why_not(call)) is None:
+                    functions[name] = call
+                else:
+                    faults[f"{name}_failed"] = fault
         seconds = median_seconds(functions, target, repeats)
         if target.type == "cuda":
             sides = {f"{name}_settled": functions[f"{name}_graph"] for name in ("bf16", "quantized")}
@@ -192,9 +192,7 @@ def bench_linear(
             row["quantization_share"] = quantization_time(times) / sum(times.values())
         else:  # both sides multiply the same matrices, so what the quantized side takes more is quantization
             row["quantization_share"] = max(0.0, 1 - seconds["bf16"] / seconds["quantized"])
-        if fault is not None:
-            row["plain_compiled_failed"] = fault
-        rows.append(row)
+        rows.append(row | faults)
     return rows
 
 
@@ -253,7 +251,8 @@ def _plain_product(a, b, amax_a, amax_b):
 def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, repeats: int = 20) -> list[dict]:
     """One row a kernel: bytes really read and written, GB/s, and the share of a device copy's rate in the same run.
 
-    Quantizers of other libraries, eager and compiled, follow where they are installed (``peers``).
+    Quantizers of other libraries, eager and compiled, follow where they are installed (``peers``); what cannot
+    run here says why.
     """
     rows, columns = shape or QUANTIZE_SHAPE[target.type]
     x = torch.randn(rows, columns, device=target, dtype=torch.bfloat16)
@@ -288,11 +287,15 @@ def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, r
     }
     moved = {name: x.nbytes + _output_bytes(function()) for name, function in cases.items()}
     cases = {name: captured(function, target) for name, function in cases.items()}
+    rivals = {}
     for name, function in peers(x).items():
-        moved[f"{name}, packed"] = moved[f"{name} compiled, packed"] = x.nbytes + _output_bytes(function())
-        cases[f"{name}, packed"] = function
+        rivals[f"{name}, packed"] = function
         if target.type == "cuda":
-            cases[f"{name} compiled, packed"] = torch.compile(function, dynamic=False)
+            rivals[f"{name} compiled, packed"] = torch.compile(function, dynamic=False)
+    faults = {name: fault for name, function in rivals.items() if (fault := why_not(function)) is not None}
+    for name, function in rivals.items():
+        if name not in faults:
+            moved[name], cases[name] = x.nbytes + _output_bytes(function()), function
     seconds = median_seconds(cases, target, repeats)
     copy_rate = moved["copy"] / seconds["copy"]
     return [
@@ -303,7 +306,7 @@ def bench_quantize(target: torch.device, shape: tuple[int, int] | None = None, r
             "of_copy_rate": moved[name] / seconds[name] / copy_rate,
         }
         for name in cases
-    ]
+    ] + [{"kernel": name, "failed": fault} for name, fault in faults.items()]
 
 
 def _output_bytes(result: object) -> int:

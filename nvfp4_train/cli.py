@@ -297,13 +297,15 @@ def _show_rows(rows: list[dict[str, Any]], machine: dict[str, str], as_json: boo
     from rich.table import Table
 
     table = Table(caption=", ".join(f"{key} {value}" for key, value in machine.items()))
-    cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    keys = list(dict.fromkeys(key for row in rows for key in row))  # what failed has other figures than the rest
+    found = [[row.get(key, "-") for key in keys] for row in rows]
+    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in line] for line in found]
     if len(rows[0]) > 5:  # many figures of few cases: one line a figure
         table.show_header = False
-        for line in zip(rows[0], *cells, strict=True):
+        for line in zip(keys, *cells, strict=True):
             table.add_row(*line)
     else:
-        for key in rows[0]:
+        for key in keys:
             table.add_column(key, justify="left" if key == "kernel" else "right")
         for line in cells:
             table.add_row(*line)

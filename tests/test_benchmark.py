@@ -39,6 +39,20 @@ def test_quantize_rows_count_the_bytes_that_move():
     assert moved == pytest.approx(32 * 64 * (2 + 0.5 + 1 / 16) + 4, rel=1e-6)  # and the amax, 4 bytes
 
 
+def test_rivals_that_fail_are_named_and_hide_nothing(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no kernel for sm_90\nmore")
+
+    monkeypatch.setattr(benchmark, "peers", lambda x: {"good": lambda: x.clone(), "bad": broken})
+    monkeypatch.setattr(benchmark.PlainRecipe, "__call__", broken)
+    (row,) = benchmark.bench_linear("nvidia_nvfp4", CPU, [(32, 16, 48)], repeats=2)
+    assert row["plain_eager_failed"] == "RuntimeError: no kernel for sm_90" and row["quantized_ratio"] > 0
+    result = CliRunner().invoke(app, ["bench", "quantize", "--device", "cpu", "--shape", "16x32"])
+    assert result.exit_code == 0 and "RuntimeError" in result.output
+    rows = {row["kernel"]: row for row in benchmark.bench_quantize(CPU, (16, 32), repeats=2)}
+    assert rows["good, packed"]["of_copy_rate"] > 0 and set(rows["bad, packed"]) == {"kernel", "failed"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
